@@ -1,28 +1,28 @@
-# `make demo` and `make test` do all of their set-up themselves on Debian and Ubuntu.
-# PYTHON makes the virtual environment, VENV is where it is kept.
+# On Debian and Ubuntu, `make demo` and `make test` install everything that they need.
+# PYTHON creates the virtual environment, in the folder VENV.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.nvmeio-installed
-# The processes that share the Python tests.
+# How many processes share the Python tests.
 JOBS ?= 2
 
-# ccache stands before the compilers, where it is installed or about to be.
+# ccache is found before the compilers, if it is installed, now or by setup-machine.
 export PATH := /usr/lib/ccache:/usr/lib64/ccache:$(PATH)
 
 C_FILES := $(shell find include src/libnvmeio tests bench -name '*.[ch]')
 
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 	-fno-omit-frame-pointer -g
-# A leak that ASan sees at the exit of a Python is Python's; without libstdc++ in front, the
-# exceptions of torch end the process.
+# The leaks that ASan sees when Python exits are Python's own.  Unless libstdc++ is preloaded,
+# torch's exceptions end the process.
 ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(CURDIR)/build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
-# Python itself is not instrumented, but what it locks is seen.  libgomp's waiting is not,
-# so there is no OpenMP.  Reports go into files, for pytest takes what is printed; each
-# that is there in the end is a failure, also that of a child that nobody asked how it ended.
+# Python itself is not instrumented, but TSan sees its locks.  It does not see how libgomp
+# waits, so OpenMP is left out.  Reports go to files, because pytest captures the output.  If
+# any file is left at the end, the run fails, even if only a child wrote it.
 TSAN_REPORT := build/tsan/report
 TSAN_ENVIRONMENT = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
 	TSAN_OPTIONS="exitcode=66 report_signal_unsafe=0 log_path=$(CURDIR)/$(TSAN_REPORT)" \
@@ -47,8 +47,8 @@ demo: build
 
 test: test-c test-python
 
-# torch goes first and pinned: its wheel is the largest by far, and no other requirement
-# may then replace it.
+# Install torch first and pinned: its wheel is the largest by far, and no other requirement
+# may replace it later.
 $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 	scripts/setup-machine $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
@@ -56,22 +56,22 @@ $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 	$(PY) -m pip install -q --upgrade setuptools Cython
 	touch $@
 
-# Beside the .pth file and the version, which is in base.h, a link to the tree is installed.
+# This installs the .pth file, the version, which is in base.h, and a link to the tree.
 $(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h \
 		src/nvmeio-follow.pth src/bin/nvmeio
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[torch,test,dev]'
 	touch $@
 
-# What has changed is compiled, and what is made of it.
+# Compile what has changed, and what depends on it.
 build: $(INSTALLED)
 	$(PY) setup.py -q build_ext --inplace
 
-# TESTS are some of them, which run in one process: TESTS='tests/test_file.py -k short'.
+# TESTS selects tests, which run in one process: TESTS='tests/test_file.py -k short'.
 test-python: build
 	$(PY) -m pytest $(or $(TESTS),-n $(JOBS)) $(COMBINATIONS)
 
-# C_TESTS are some of them, such as C_TESTS=test_file.
+# C_TESTS selects tests, such as C_TESTS=test_file.
 test-c: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) plain $(C_TESTS)
 
@@ -81,17 +81,17 @@ test-c-asan: $(VENV)/.nvmeio-tools
 test-c-tsan: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) tsan $(C_TESTS)
 
-# All of the above and below, each as long as it takes, but for hours of stress and fuzz.
+# All checks in full, except the hours of stress-long and of fuzz with LENGTH=long.
 check-all: COMBINATIONS := --all-combinations
 check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-formats test-distributed \
 	test-neon lint docs sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
 
-# Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
+# Check that the tests notice the fault of each patch of tests/mutants.  MUTANTS is passed to
 # the script, such as MUTANTS='file-*'.
 mutants: build $(VENV)/.nvmeio-fuzz
 	$(PY) scripts/mutants.py $(MUTANTS)
 
-# The copy kernels of arm64, by an emulator.
+# The copy kernels of arm64, in an emulator.
 ARM64_CC := aarch64-linux-gnu-gcc
 test-neon:
 	{ command -v $(ARM64_CC) && command -v qemu-aarch64; } || { apt-get update -q && \
@@ -101,7 +101,7 @@ test-neon:
 		-Isrc/libnvmeio tests/c/test_copy.c src/libnvmeio/copy*.c -o build/c/test_neon
 	qemu-aarch64 build/c/test_neon
 
-# STRESS is for pytest, such as STRESS='-k model' or STRESS='--seed 7'.
+# STRESS is passed to pytest, such as STRESS='-k model' or STRESS='--seed 7'.
 stress-short: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS)
 
@@ -111,16 +111,16 @@ stress: $(VENV)/.nvmeio-fuzz
 stress-long: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress --length long $(STRESS)
 
-# What a failed trial has said: SEED='test_name[parameter]:12345'.
+# A failed trial prints its seed: SEED='test_name[parameter]:12345'.
 replay: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress --replay '$(SEED)'
 
-# Longer: LENGTH=long; on one target alone: STRESS='-k npy'.
+# LENGTH=long runs for hours; STRESS='-k npy' selects one target.
 LENGTH ?= full
 fuzz: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress/test_fuzz.py --length $(LENGTH) $(STRESS)
 
-# What cannot be had is tried, and told of, each time.
+# If something cannot be installed, each run tries again and reports it.
 $(VENV)/.nvmeio-fuzz: scripts/setup-fuzz | build
 	if scripts/setup-fuzz $(PY); then touch $@; fi
 
@@ -130,19 +130,19 @@ test-pythons: build
 test-deepspeed: build
 	scripts/test-deepspeed $(PY) $(COMBINATIONS)
 
-# MODELS is for pytest, such as MODELS='-k diffusers'.
+# MODELS is passed to pytest, such as MODELS='-k diffusers'.
 test-models: build
 	scripts/test-models $(PY) $(MODELS) $(COMBINATIONS)
 
-# transformers has the most ways to load, and huggingface_hub has the functions of the others.
+# transformers has the most ways to load, and the others use functions of huggingface_hub.
 test-models-short: build
 	scripts/test-models $(PY) -k 'variable and (transformers or hub)'
 
-# FORMATS is for pytest, such as FORMATS='-k megatron'.
+# FORMATS is passed to pytest, such as FORMATS='-k megatron'.
 test-formats: build
 	scripts/test-formats $(PY) $(FORMATS) $(COMBINATIONS)
 
-# Some minutes: every test starts ranks of torch.
+# This takes some minutes, because every test starts ranks of torch.
 test-distributed: build
 	$(PY) -m pytest $(or $(DISTRIBUTED),-n $(JOBS)) tests/distributed
 
@@ -155,11 +155,11 @@ build-tsan: build
 		$(PY) setup.py -q build --build-base build/tsan --build-lib build/tsan/lib
 	rm -f $(TSAN_REPORT).*
 
-# In one process each, whose exit status tells what a sanitizer finds at its end.
+# In one process each, because a sanitizer reports some findings by the exit status.
 asan: build-asan
 	$(ASAN_ENVIRONMENT) $(PY) -m pytest -m 'not packaging' $(COMBINATIONS)
 
-# In a child of a process with threads TSan starts none.
+# Without forks, because TSan starts no threads in a child of a process that has threads.
 tsan: build-tsan
 	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' $(COMBINATIONS) $(TSAN_TESTS); \
 		$(TSAN_JUDGE)
@@ -171,8 +171,8 @@ stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
 	$(TSAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS); \
 		$(TSAN_JUDGE)
 
-# Which branches of the C library some test takes; assertions are left out.  What none
-# takes is named in tests/uncovered.md.
+# Check which branches of the C library the tests take, without assertions.
+# tests/uncovered.md lists those that no test takes.
 coverage: build
 	rm -rf build/c/coverage build/coverage
 	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=-lgcov \
@@ -206,7 +206,7 @@ format: build
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
-# Every warning is an error: a dead link, a public name that no page documents.
+# Every warning is an error, such as a dead link or a public name that no page documents.
 $(VENV)/.nvmeio-docs: $(INSTALLED) constraints.txt
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[docs]'
@@ -222,8 +222,8 @@ sdist: build
 	$(PY) -m build --sdist --outdir dist
 	$(PY) scripts/check_sdist.py dist/nvmeio-*.tar.gz
 
-# BENCH is for run.py, such as BENCH='--dir /mnt/nvme'.  What has failed is in the results,
-# so they are shown all the same.
+# BENCH is passed to run.py, such as BENCH='--dir /mnt/nvme'.  The charts and tables are made
+# even if a script fails, because the results say so.
 bench: build
 	scripts/setup-bench $(PY)
 	$(PY) bench/run.py $(BENCH) || status=1; $(PY) bench/charts.py || status=1; \

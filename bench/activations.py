@@ -1,4 +1,4 @@
-"""Rows of activations on disk: beside computing alone, and the plain loop."""
+"""Rows of activations on disk, beside computing alone and the plain loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["activation_duels"]
 
 BLOCK, DEPTH = 1 << 20, 128
 WIDTH = 512
-# One part in this many stays in memory, as in training that needs offloading.
+# One part in this many stays in memory. Training that needs offloading has such a share.
 MEMORY_SHARE = 8
 
 
 class Block(torch.nn.Module):
-    """Half of a transformer's layer, whose computing takes longer than the drive."""
+    """Half of a transformer layer. It computes for longer than the drive takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,21 +34,21 @@ class Block(torch.nn.Module):
 
 
 class Waves(torch.nn.Module):
-    """Elementwise operations, whose computing takes less time than the drive."""
+    """Elementwise operations. They compute for less time than the drive takes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sin()
 
 
 def written_bytes() -> int:
-    """Return how many bytes this process has had drives write."""
+    """Return how many bytes drives have written for this process."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(line.split(": ") for line in lines)["write_bytes"])
 
 
 def activation_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
-    """Pair steps that save about `size` bytes with the larger of computing and the loop."""
-    # A row of a Block saves its input, the normalized one, and those of gelu and down.
+    """Compare steps that save about `size` bytes with the slower of computing and loop."""
+    # A row of a Block saves its input, before and after norm, and those of gelu and down.
     layers = 32
     kinds: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
         "half a transformer": (Block, (2 + 8) * WIDTH * 4),

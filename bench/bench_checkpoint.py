@@ -1,10 +1,10 @@
-"""Compares whole-file saves and loads with what people use for checkpoints.
+"""Compares saves and loads of whole files with other tools.
 
-Model files beside plain loops, safetensors, torch and other loaders; checkpoints of nested
-state beside plain loops; those of two ranks beside torch.distributed's own; one array
-beside numpy; plain bytes beside Python, aiofile and caio.  Loads begin with nothing in the
-page cache and end with every byte in memory, saves end with an fsync.  bench/README.md says
-how to read the tables and what they showed.
+Model files are compared with plain loops, safetensors, torch and other loaders; checkpoints
+of nested state with plain loops; those of two ranks with torch.distributed's own; an array
+with numpy; and plain bytes with Python, aiofile and caio.  A load begins with nothing in
+the page cache and ends when every byte is in memory.  A save ends with an fsync.
+bench/README.md explains the tables and their results.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from nvmeio._cli.measuring import forget_cached
 
 # For caio: the default block size and queue depth of nvmeio's handles.
 CHUNK_BYTES, DEPTH = 1 << 20, 128
-# No other tool may be faster.
+# The goal: no other tool is faster.
 GOALS = (Goal("speed", 1.0),)
 
-# Save writes its content to a file; Load returns what a file holds, in any form.
+# A Save writes content to a file. A Load returns the content of a file, in any form.
 Save = Callable[[Any, Path], object]
 Load = Callable[[Path], Any]
 Turn = Callable[[], Sample]
 
 
 def bytes_in(found: Any) -> Iterator[np.ndarray]:
-    """Give the bytes of a tensor, an array or bytes, or of several of them in a row."""
+    """Yield the bytes of a tensor, an array or bytes, or of each of several."""
     if isinstance(found, dict | list):
         for part in found.values() if isinstance(found, dict) else found:
             yield from bytes_in(part)
@@ -58,7 +58,7 @@ def bytes_in(found: Any) -> Iterator[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What is saved and loaded.
+    """The content to save and load.
 
     Attributes
     ----------
@@ -73,11 +73,11 @@ class Material:
 
     @functools.cached_property
     def expected(self) -> np.ndarray:
-        """Return all of its bytes."""
+        """Return all bytes of the content."""
         return np.concatenate(list(bytes_in(self.content)))
 
     def check(self, found: Any, what: str) -> None:
-        """Compare bytes, then wipe those loaded: the next load may get the same memory."""
+        """Compare the bytes, then wipe them: the next load may get the same memory."""
         begin = 0
         for part in bytes_in(found):
             end = begin + part.nbytes
@@ -90,7 +90,7 @@ class Material:
             raise RuntimeError(f"{what} has lost the end")
 
     def saving(self, save: Save, load: Load, name: str) -> Turn:
-        """Return a turn that writes a new file, and checks what `load` reads from it."""
+        """Return a turn that writes a new file, and checks it with `load`."""
         path, nbytes = self.folder / name, self.expected.nbytes
 
         def work() -> int:
@@ -112,7 +112,7 @@ class Material:
         return turn
 
     def loading(self, load: Load, save: Save, name: str) -> Turn:
-        """Return a turn that reads a file, which `save` writes once."""
+        """Return a turn that reads a file, which `save` writes beforehand."""
         path, nbytes = self.folder / name, self.expected.nbytes
         if not path.exists():
             save(self.content, path)
@@ -133,14 +133,14 @@ class Material:
 
 
 def touched(array: Any) -> Any:
-    """Look at every page, so that the bytes of a memory map are in memory."""
+    """Read from every page, so that all of a memory map is in memory."""
     for part in bytes_in(array):
         part[:: mmap.PAGESIZE].max()
     return array
 
 
 def array_duels(folder: Path, size: int) -> Iterator[Duel]:
-    """Pair nvmeio with numpy at .npy files."""
+    """Compare nvmeio with numpy on .npy files."""
     material = Material(folder, np.random.default_rng(1).random(size // 4, np.float32))
 
     def save(array: np.ndarray, path: Path) -> None:
@@ -165,7 +165,7 @@ def array_duels(folder: Path, size: int) -> Iterator[Duel]:
 
 
 def by_aiofile(aiofile: Any) -> tuple[Save, Load]:
-    """Return how aiofile writes and reads a file."""
+    """Return a Save and a Load by aiofile."""
 
     async def write(data: bytes, path: Path) -> None:
         async with aiofile.async_open(path, "wb") as file:
@@ -180,7 +180,7 @@ def by_aiofile(aiofile: Any) -> tuple[Save, Load]:
 
 
 def by_caio(caio: Any) -> tuple[Save, Load]:
-    """Return how caio writes and reads a file, in pieces side by side."""
+    """Return a Save and a Load by caio, with all pieces in flight at once."""
 
     async def write(data: bytes, path: Path) -> None:
         with open(path, "wb") as file:
@@ -206,7 +206,7 @@ def by_caio(caio: Any) -> tuple[Save, Load]:
 
 
 def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
-    """Pair nvmeio with other ways to write and read plain bytes."""
+    """Compare nvmeio with other ways to write and read plain bytes."""
     material = Material(folder, np.random.default_rng(2).bytes(size))
 
     def write(data: bytes, path: Path) -> None:
@@ -233,7 +233,7 @@ def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("512M", "8M"), (8, 2))
     peers = Peers()
     with contextlib.ExitStack() as stack:

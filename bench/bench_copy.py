@@ -1,8 +1,8 @@
-"""Compares nvmeio.memcpy with what else copies arrays and tensors.
+"""Compares nvmeio.memcpy with other ways to copy arrays and tensors.
 
-Neighbours in time at the same copy: with numpy.copyto and memmove on arrays, with
-Tensor.copy_ on tensors, with DeepSpeed's op where it is installed.  bench/README.md says
-how to read the tables and what they showed.
+It takes turns at the same copies with numpy.copyto and memmove on arrays, with Tensor.copy_
+on tensors, and with DeepSpeed's op if that is installed.  bench/README.md explains the
+tables and their results.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ QUICK_SIZES = [4 * KIB, MIB, 64 * MIB]
 # A turn copies this many bytes, but makes at least one copy.
 TURN_BYTES = 32 * MIB
 
-# The goals: FLOOR at any size. Beside torch on one thread, from this size on.
+# The goals: FLOOR at any size, and a higher one beside torch on one thread, from this size.
 FLOOR = 0.95
 LARGE_BYTES = 64 * MIB
 LARGE_SPEED = 1.3
-# Up to this size, the call takes longer than the copy.
+# Up to this size, calling takes longer than copying.
 SMALL_BYTES = 4 * KIB
 SMALL_SPEED = 1.0
 # The goal while another process keeps one processor busy.
@@ -50,7 +50,7 @@ _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def memmove(dest: Any, src: Any) -> None:
-    """Copy an array by the C library."""
+    """Copy an array by memmove of the C library."""
     _memmove(dest.ctypes.data, src.ctypes.data, dest.nbytes)
 
 
@@ -80,7 +80,7 @@ def turn(
         return repeats * nbytes
 
     def take() -> Sample:
-        # This limits nvmeio too: it uses no more threads than torch would.
+        # This limits nvmeio too, because it uses no more threads than torch would.
         torch.set_num_threads(threads)
         # Waking the other thread takes longer than a small copy, and the first
         # contestant would pay for both.
@@ -92,13 +92,13 @@ def turn(
 
 
 def forget(memory: Any) -> None:
-    """Return memory's pages to the system: an allocator may have used them before."""
+    """Return the pages of memory to the system, because an allocator may have used them."""
     array = memory.numpy() if isinstance(memory, torch.Tensor) else memory
     first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(end - first)
     if LIBC.madvise(ctypes.c_void_p(first), size, mmap.MADV_DONTNEED):
-        raise OSError("madvise() has not given the pages back")
+        raise OSError("madvise() did not return the pages to the system")
 
 
 def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], Sample]:
@@ -122,13 +122,13 @@ def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], 
 
 
 def duel(nbytes: int, what: str, beside: str, turns: Any, limit: float | None) -> Duel:
-    """Return a duel of memcpy with another copy."""
+    """Make a comparison of memcpy with another copy."""
     goals = () if limit is None else (Goal("speed", limit),)
     return Duel(f"{size_name(nbytes)}, {what}", ("memcpy", beside), turns, False, goals)
 
 
 def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Iterator[Duel]:
-    """Make the duels of one size."""
+    """Yield the comparisons of one size."""
     tensors = tuple(torch.from_numpy(array).view(torch.float32) for array in arrays)
     floor = BUSY_FLOOR if busy else FLOOR
 
@@ -162,7 +162,7 @@ def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Itera
 
 
 def all_duels(sizes: list[int], native: Copy | None, busy: bool) -> list[Duel]:
-    """Make every duel, on one pair of arrays."""
+    """Make all comparisons, on one pair of arrays."""
     source = np.random.default_rng(1).integers(0, 255, max(sizes), np.uint8)
     target = np.ones_like(source)
     return [
@@ -187,9 +187,10 @@ def busy_processor(wanted: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     parser = argument_parser(__doc__, (9, 3))
-    parser.add_argument("--largest", type=size_of, help="size of a copy (1G; 64M if quick)")
+    words = "size of the largest copy (1G; with --quick 64M)"
+    parser.add_argument("--largest", type=size_of, help=words)
     parser.add_argument("--busy", action="store_true", help="with one processor busy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG or SVG")
     options = parser.parse_args()

@@ -1,8 +1,7 @@
 """Compares samples a second through torch's DataLoader, each format beside its own reader.
 
-Random samples of files that the page cache holds (warm) or not (cold), in the process of
-the loop and by workers, and the memory that they take.  bench/README.md says how to read
-the tables.
+Reads random samples of files that are in the page cache (warm) or not (cold), without and
+with workers, and measures the memory that each takes.  bench/README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from nvmeio._cli.measuring import forget_cached
 
 WORKERS = (0, 2)
 
-# Makes an iterable of batches, with its own dataset.
+# A function that makes an iterable of batches, with a dataset of its own.
 Loading = Callable[[], Any]
 
 
 def fill_cache(path: Path) -> None:
-    """Have the kernel hold all of a file."""
+    """Read all of a file into the page cache."""
     with open(path, "rb", buffering=0) as file:
         while file.read(16 << 20):
             pass
 
 
 def epoch(form: Format, loading: Loading, warm: bool) -> Callable[[], Sample]:
-    """Return a turn: a few batches of random samples, the start of workers included."""
+    """Return a turn of a few batches of random samples, including the start of workers."""
 
     def turn() -> Sample:
         # Mapped pages are not dropped from the page cache, so each turn makes its
@@ -59,7 +58,7 @@ def epoch(form: Format, loading: Loading, warm: bool) -> Callable[[], Sample]:
 
 
 def samples_of(batch: Any) -> Any:
-    """Return an object whose length is the batch's: windows come as a pair of tensors."""
+    """Return an object with the batch's length, because windows are a pair of tensors."""
     return batch[0] if isinstance(batch, list) and len(batch) == 2 else batch
 
 
@@ -94,7 +93,7 @@ def streaming(form: Format) -> Loading:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return a process's memory without file pages; shared pages count in part."""
+    """Return a process's memory without pages of files, with its share of shared pages."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", text, re.MULTILINE)
     return sum(map(int, found)) << 10
@@ -103,7 +102,7 @@ def anonymous_bytes(pid: int) -> int:
 def memory_taken(form: Format, loading: Loading) -> int:
     """Return by how much memory grows until half of the batches are read, with workers.
 
-    In a process of its own, in which nothing has been read before.
+    Measured in a separate process that has read nothing before.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -128,7 +127,7 @@ def memory_taken(form: Format, loading: Loading) -> int:
 
 
 def duels(found: Sequence[Format]) -> Iterator[Duel]:
-    """Give every duel, those that are cold with the memory of both."""
+    """Yield all comparisons. The cold ones include the memory of both contestants."""
 
     def duel(
         form: Format,
@@ -164,7 +163,7 @@ def duels(found: Sequence[Format]) -> Iterator[Duel]:
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("4G", "256M"), (8, 2))
     peers = Peers()
     with formats(options.dir, options.size, peers) as place:

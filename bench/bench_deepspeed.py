@@ -1,9 +1,9 @@
 """Compares DeepSpeed's own async_io op with nvmeio.deepspeed, by the same calls.
 
-Both live in one process and take turns there, on the same files and with the same
-arguments.  There are several such processes, one after the other, for how fast pinned
-memory is depends on the pages that a process happens to get.  bench/README.md says how to
-read the tables and what they showed.
+Both run in one process and take turns there, on the same files and with the same
+arguments.  Several such processes run one after the other, because the speed of pinned
+memory depends on the pages that a process happens to get.  bench/README.md explains the
+tables and their results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from machine import arguments, machine
 from peers import Peers, deepspeed_op
 from report import finish
 
-# nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
+# nvmeio and DeepSpeed are imported late, because the time that takes is measured.
 
-# For processes that have imported torch and nothing else. They are forked from one that
+# Starts processes that have imported torch and nothing else. They are forked from one that
 # has, because the import takes longer than most of what they measure.
 FRESH = multiprocessing.get_context("forkserver")
 FRESH.set_forkserver_preload(["torch"])
@@ -47,19 +47,19 @@ CONFIGURATIONS = {
 
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
-# One turn is too short to measure.
+# Turns per round, because one is too short to measure.
 SMALL_TURNS = 4
 
 # The goals: everywhere, in ordinary memory, and with small tensors.
 FLOOR, UNPINNED, SMALL = 1.0, 2.0, 3.0
 
-# DeepSpeed's copy counts the first dimension in steps of 128 elements of 4 bytes; of other
-# tensors it copies too little or too much.
+# DeepSpeed's copy counts the first dimension in steps of 128 elements of 4 bytes. It copies
+# too little or too much of other tensors.
 ELEMENT = torch.int32
 
 
 def op_of(name: str) -> Any:
-    """Return the module with the op's names."""
+    """Return the module that has the op's functions and classes."""
     if name == "DeepSpeed":
         return deepspeed_op()
     import nvmeio.deepspeed
@@ -68,13 +68,13 @@ def op_of(name: str) -> Any:
 
 
 def pinned(handle: Any, nbytes: int) -> torch.Tensor:
-    """Return pinned memory of an op."""
+    """Return pinned memory from an op."""
     example = torch.empty(0, dtype=ELEMENT)
     return handle.new_cpu_locked_tensor(nbytes // ELEMENT.itemsize, example)
 
 
 def ordinary(nbytes: int) -> torch.Tensor:
-    """Return memory as torch allocates it, touched."""
+    """Return touched memory, allocated by torch."""
     return torch.ones(nbytes // ELEMENT.itemsize, dtype=ELEMENT)
 
 
@@ -85,14 +85,14 @@ def paths_in(folder: Path, count: int) -> list[str]:
 
 @dataclasses.dataclass
 class Files:
-    """Files of one size each, and what they hold together.
+    """Files of one size, and their content.
 
     Attributes
     ----------
     paths : list of str
         One for each tensor.
     content : torch.Tensor
-        What was written last.
+        The bytes that were written last.
     pages : mmap.mmap
         Room to read them again.
     """
@@ -103,7 +103,7 @@ class Files:
 
     @classmethod
     def made(cls, folder: Path, count: int, nbytes: int) -> Files:
-        """Write files of random content, or overwrite those of the process before."""
+        """Write files of random content, or overwrite those of the previous process."""
         content = ordinary(nbytes).random_()
         files = cls(paths_in(folder, count), content, populated(nbytes))
         transfer(op_of("nvmeio").aio_handle(), "write", files.content, files.paths)
@@ -119,7 +119,7 @@ def populated(nbytes: int) -> mmap.mmap:
 
 
 def stored(paths: list[str], pages: mmap.mmap) -> torch.Tensor:
-    """Return what the device holds for the files, read without either contestant."""
+    """Return the files' content on the device, read without either contestant."""
     begin = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -144,7 +144,7 @@ def transfer(handle: Any, op: str, buffer: torch.Tensor, paths: list[str]) -> in
 
 
 def turn(handle: Any, op: str, buffer: torch.Tensor, files: Files) -> Callable[[], Sample]:
-    """Return a contestant's turn, whose bytes are checked while the clock is stopped."""
+    """Return a contestant's turn. Its bytes are checked while the clock is stopped."""
 
     def take() -> Sample:
         if op == "read":
@@ -161,7 +161,7 @@ def turn(handle: Any, op: str, buffer: torch.Tensor, files: Files) -> Callable[[
 
 
 def copying(op: Any, dest: torch.Tensor, src: torch.Tensor) -> Callable[[], Sample]:
-    """Return a turn of the op's copy, checked as well."""
+    """Return a turn of the op's copy, which is checked as well."""
 
     def work() -> int:
         if op.deepspeed_memcpy(dest, src) != 0:
@@ -179,7 +179,7 @@ def copying(op: Any, dest: torch.Tensor, src: torch.Tensor) -> Callable[[], Samp
 
 
 def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[Duel]:
-    """Pair both ops at transfers."""
+    """Compare both ops at transfers."""
     large = Files.made(folder, 1, size)
     small = Files.made(folder, SMALL_COUNT, SMALL_COUNT * SMALL_BYTES)
     shared = ordinary(size)
@@ -211,7 +211,7 @@ def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[Duel]:
 
 
 def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
-    """Pair both ops at copies."""
+    """Compare both ops at copies."""
     source, target = ordinary(size).random_(), ordinary(size)
     handles = [op.aio_handle() for op in ops]
     own = [(pinned(handle, size), pinned(handle, size)) for handle in handles]
@@ -224,7 +224,7 @@ def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
 
 
 def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
-    """Fight all duels of one process; the first round warms up."""
+    """Run all comparisons of one process. The first round warms up."""
     # DeepSpeed keeps every file open until its wait().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -232,8 +232,8 @@ def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
     fought: list[Duel] = []
     for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
         begun = list(duels)
-        # With DeepSpeed imported a full collection takes as long as several turns of small
-        # tensors, and falls on the same one in each round.
+        # With DeepSpeed imported, a full garbage collection takes as long as several turns
+        # of small tensors, and would hit the same contestant in each round.
         gc.collect()
         gc.freeze()
         fight(begun, rounds)
@@ -242,7 +242,7 @@ def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
 
 
 def first_read(name: str, path: str, is_pinned: bool) -> Sample:
-    """Make a process's first handle and read a file. The op is already loaded."""
+    """Make the first handle of a process and read a file. The op is already loaded."""
     op = op_of(name)
     nbytes = os.stat(path).st_size
     handles: list[Any] = []
@@ -262,9 +262,9 @@ def first_read(name: str, path: str, is_pinned: bool) -> Sample:
 def first_tensor(name: str, nbytes: int, is_backed: bool) -> Sample:
     """Make the first pinned tensor of a process.
 
-    A virtual machine may give free memory back to its host, which takes its time to
-    provide it again: huge pages above all, for those are given back whole.  Where
-    `is_backed`, the machine has just had as much memory from its host, and freed it.
+    A virtual machine may return free memory to its host, huge pages first, because they
+    are returned whole.  The host then needs time to provide it again.  With `is_backed`,
+    the machine has just got as much memory from its host, and freed it.
     """
     handle = op_of(name).aio_handle()
     if is_backed:
@@ -273,7 +273,7 @@ def first_tensor(name: str, nbytes: int, is_backed: bool) -> Sample:
 
 
 def load(name: str) -> Sample:
-    """Have DeepSpeed's builder load an op; ours has to be imported and installed first."""
+    """Load an op by DeepSpeed's builder. Ours must be imported and installed first."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     def work() -> int:
@@ -288,7 +288,7 @@ def load(name: str) -> Sample:
 
 
 def first_duels(path: str, nbytes: int) -> Iterator[Duel]:
-    """Pair both ops at what every process does once; each turn is a process."""
+    """Compare both ops at the steps that each process does once. Each turn is a process."""
 
     def duel(work: str, limit: float, function: Callable[..., Sample], *rest: Any) -> Duel:
         turns = tuple(lambda n=name: in_process(function, n, *rest) for name in NAMES)
@@ -304,18 +304,18 @@ def first_duels(path: str, nbytes: int) -> Iterator[Duel]:
 
 
 def silence() -> None:
-    """Send what DeepSpeed's op prints to nowhere: it writes to the descriptor."""
+    """Discard what DeepSpeed's op prints. It writes to the descriptor, not sys.stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def in_process(function: Callable[..., Any], *given: Any) -> Any:
-    """Call a function in a fresh process, which DeepSpeed's op may end."""
+    """Call a function in a fresh process, because DeepSpeed's op may end its process."""
     with concurrent.futures.ProcessPoolExecutor(1, FRESH, silence) as pool:
         return pool.submit(function, *given).result()
 
 
 def obstacle() -> str | None:
-    """Return why DeepSpeed's op cannot be used; compile it if that was never done."""
+    """Return why DeepSpeed's op cannot be used, or None. Compiles it if necessary."""
     try:
         op_of("DeepSpeed")
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -324,9 +324,9 @@ def obstacle() -> str | None:
 
 
 def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
-    """Go through all duels in process after process.
+    """Run all comparisons in one process after the other.
 
-    One that DeepSpeed's op has ended counts for nothing, and is told of.
+    A process that DeepSpeed's op has ended does not count, and is reported.
     """
     found: dict[str, Duel] = {}
     firsts = list(first_duels(paths_in(folder, 1)[0], size))
@@ -345,13 +345,13 @@ def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("512M", "64M"), (3, 1), (5, 2))
     # For the children: if nvmeio replaced DeepSpeed's op, it would be compared with
     # itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
     peers = Peers()
-    print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr, flush=True)
+    print("compiling DeepSpeed's op, if necessary", file=sys.stderr, flush=True)
     if problem := in_process(obstacle):
         peers.leave_out("DeepSpeed", problem)
     about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}

@@ -1,7 +1,7 @@
-"""Compares gathers with a plain loop, with fio, and with what people use instead.
+"""Compares gathers with a plain loop, with fio, and with other ways to read rows in Python.
 
-Records of one size are read from random places of one large file that no cache holds.  All
-duels are gone through once a round; bench/README.md says how to read the tables.
+Records of one size are read from random places of a large file that is in no cache.  Each
+round goes through all comparisons once.  bench/README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nvmeio._cli.measuring import forget_cached
 DEPTH = 128
 ROW_BYTES = 4096
 ROW_SIZES = (64, 512, 4096, 65536)
-# Per turn: enough for fio's clock, which counts milliseconds, to be exact to 1 %.
+# Rows per turn. fio's clock counts milliseconds, and is exact to 1 % with this many.
 ROWS = 20_000
-# Per turn, for peers that read one row after another, at 0.1 ms each.
+# Rows per turn for peers that read one row after another, at 0.1 ms each.
 SLOW_ROWS = 1_000
 # The memory of the largest turn.
 TURN_BYTES = 256 << 20
-# Enough for fio's buffers.
+# The huge pages that fio's buffers need.
 HUGE_PAGES_WANTED = 48
 # fio with separate memory for each block in flight.
 BATCH = {
@@ -54,7 +54,7 @@ ZIPF = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Ground:
-    """A file of random bytes, and memory for what is read.
+    """A file of random bytes, and memory to read into.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Ground:
 
 @contextlib.contextmanager
 def ground(folder: Path, size: int) -> Iterator[Ground]:
-    """Make the file and the memory, and clear up."""
+    """Make the file and the memory, and remove the file on exit."""
     with contextlib.ExitStack() as stack:
         inside = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
@@ -96,7 +96,7 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
 
 
 def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
-    """Return a turn in which fio reads as many random blocks."""
+    """Return a turn in which fio reads as many random blocks as a gather reads rows."""
     options = {"norandommap": 1, "number_ios": ROWS, **options}
     path, size = ground.path, ground.size
     return lambda: fio(path, size, "randread", ROW_BYTES, DEPTH, **options)
@@ -104,12 +104,12 @@ def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
 
 Choose = Callable[[np.random.Generator, int, int], np.ndarray]
 
-# How rows are chosen: a function of a generator, how many to choose, and from how many.
+# How rows are chosen: a function of a random generator, how many, and from how many.
 ORDERS: dict[str, Choose] = {
     "random": lambda rng, count, rows: rng.integers(0, rows, count),
     "sorted": lambda rng, count, rows: np.sort(rng.integers(0, rows, count)),
     "Zipf": lambda rng, count, rows: rng.zipf(ZIPF, count) % rows,
-    # One part of the file in 32, as a shard of it is read.
+    # Rows of one 32nd of the file, as when a shard of it is read.
     "near": lambda rng, count, rows: rng.integers(0, rows // 32, count),
 }
 
@@ -143,7 +143,7 @@ def gather(
 def peer(
     ground: Ground, read: Callable[[np.ndarray], int], rows: int, row_bytes: int
 ) -> Callable[[], Sample]:
-    """Return a turn of a peer that gets the row numbers."""
+    """Return a turn of a peer, which gets the numbers of the rows."""
     rng = np.random.default_rng()
 
     def turn() -> Sample:
@@ -155,7 +155,7 @@ def peer(
 
 
 def memmap(ground: Ground, advice: int) -> Callable[[np.ndarray], int]:
-    """Rows by numpy.memmap."""
+    """Return a function that reads rows by numpy.memmap."""
 
     def read(rows: np.ndarray) -> int:
         whole = np.memmap(ground.path, np.uint8, "r")
@@ -166,7 +166,7 @@ def memmap(ground: Ground, advice: int) -> Callable[[np.ndarray], int]:
 
 
 def preadv(ground: Ground) -> Callable[[np.ndarray], int]:
-    """Rows by os.preadv with O_DIRECT."""
+    """Return a function that reads rows by os.preadv with O_DIRECT."""
     views = [
         ground.memory[i * ROW_BYTES : (i + 1) * ROW_BYTES].data for i in range(SLOW_ROWS)
     ]
@@ -185,7 +185,7 @@ def preadv(ground: Ground) -> Callable[[np.ndarray], int]:
 
 
 def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
-    """Rows by caio, one coroutine each."""
+    """Return a function that reads rows by caio, one coroutine per row."""
 
     async def read_all(rows: list[int]) -> int:
         descriptor = os.open(ground.path, os.O_RDONLY)
@@ -202,7 +202,7 @@ def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
 
 
 def fio_duels(ground: Ground, place: str) -> Iterator[Duel]:
-    """Pair gathers of 4 KiB with fio."""
+    """Compare gathers of 4 KiB with fio."""
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
             gather(ground, ROWS, ROW_BYTES, max_gap=0),
@@ -213,7 +213,7 @@ def fio_duels(ground: Ground, place: str) -> Iterator[Duel]:
 
 
 def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
-    """Pair gathers of 4 KiB with what reads them in Python."""
+    """Compare gathers of 4 KiB with other ways to read them in Python."""
     peers = {
         "numpy.memmap": memmap(ground, mmap.MADV_NORMAL),
         "numpy.memmap, MADV_RANDOM": memmap(ground, mmap.MADV_RANDOM),
@@ -231,7 +231,7 @@ def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
 
 
 def merge_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair gathers that merge neighbours with gathers that do not."""
+    """Compare gathers that merge neighbours with gathers that do not."""
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
         turns = (
@@ -243,7 +243,7 @@ def merge_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def on_one_processor(turn: Turn, *pids: int) -> Turn:
-    """Return the same turn with all threads of some processes on one processor."""
+    """Return the same turn, with all threads of some processes on one processor."""
 
     def allow(processors: set[int]) -> None:
         for pid in pids:
@@ -257,14 +257,14 @@ def on_one_processor(turn: Turn, *pids: int) -> Turn:
             allow({max(allowed)})
             return turn()
         finally:
-            # Threads that started meanwhile are moved too.
+            # Move threads that started meanwhile too.
             allow(allowed)
 
     return take
 
 
 def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
-    """Pair gathers of 4 KiB with the plain loop."""
+    """Compare gathers of 4 KiB with the plain loop."""
     turns = (
         gather(ground, ROWS, ROW_BYTES, distinct, max_gap=0),
         child.turn("plain gather", ground.path, ROW_BYTES, DEPTH, ROWS, "huge"),
@@ -280,7 +280,7 @@ def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
 def all_duels(
     places: dict[str, Ground], names: Sequence[str], child: LoopChild | None, peers: Peers
 ) -> tuple[list[Duel], list[Duel]]:
-    """Return the duels with the plain loop, and all others, of the chosen groups."""
+    """Return the comparisons of the chosen groups: with the plain loop, and all others."""
     loop: list[Duel] = []
     others: list[Duel] = []
     has_fio = "fio" in names and peers.has_fio()
@@ -297,7 +297,7 @@ def all_duels(
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("4G", "256M"), (10, 2), groups=GROUPS, loop_rounds=True)
     peers = Peers()
     with contextlib.ExitStack() as stack:

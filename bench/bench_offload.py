@@ -1,8 +1,9 @@
-"""Compares training beyond memory with the least that it takes.
+"""Compares training beyond memory with the minimum that it can take.
 
-Steps of optimizers whose states are on the drive, and steps whose activations are, each
-beside the same in memory and a plain loop that moves as many bytes; and the former beside
-DeepSpeed's ZeRO-3, where that is installed and trains on this machine.
+Steps of optimizers whose states are on the drive, and training steps whose activations are
+on the drive, are compared with the same steps in memory and with a plain loop that moves as
+many bytes.  The optimizers are also compared with DeepSpeed's ZeRO-3, if that is installed
+and trains on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from report import finish
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("1G", "16M"), (7, 2))
     peers = Peers()
     with contextlib.ExitStack() as stack:

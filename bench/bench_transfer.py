@@ -1,7 +1,7 @@
 """Compares the transfers of nvmeio with fio, with os.preadv and with each other.
 
-All duels are gone through once a round on one file, so they see the same moods of the disk.
-bench/README.md says how to read the tables and what they showed.
+Each round goes through all comparisons once, on one file, so that changes in the disk's
+speed affect all alike.  bench/README.md explains the tables and their results.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from scratch import ground as make_ground
 
 import nvmeio
 
-# With blocks of 1 MiB. fio reuses as many blocks of memory as its depth. If they are
-# few, they stay in the host's caches; at the largest depth they take nearly as much
-# memory as a large tensor.
+# Depths beside fio, with blocks of 1 MiB. fio reuses as many blocks of memory as its depth.
+# A few stay in the host's caches; at the largest depth they take nearly as much memory as a
+# large tensor.
 FIO_DEPTHS = (16, 128, 512)
-# Passes over the file per turn beside fio: its clock counts milliseconds, and its CPU
-# time includes some of its start.
+# Passes over the file per turn beside fio, because its clock counts milliseconds, and its
+# CPU time includes a part of its start.
 FIO_PASSES = 2
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
 PAGE_BYTES = 4096
-# Memory that was never touched, and how many turns take the place of one.
+# The name of memory that was never touched, and how many turns replace one.
 FRESH = "never touched"
 FRESH_TURNS = 8
-# At most as many as a ring has entries.
 HUGE_BYTES = 2 << 20
 
 # The configurations that the default one is compared with.
@@ -50,17 +49,16 @@ GRID = {
     "queue_depth": (16, 128),
     "workers": (1, 2),
 }
-# The best of many noisy figures is partly luck, so those that look best are measured
-# again.
+# The best of many noisy figures is partly luck, so measure those that look best again.
 SCREENINGS = 2
 FINALISTS = 3
 
-# 2 MiB pages for the deepest queue of 1 MiB blocks, and some more.
+# The 2 MiB pages that fio needs for its deepest queue of 1 MiB blocks, and a few more.
 HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 48
 
 
 def by_fio(ground: Ground, op: str, depth: int) -> Move:
-    """Return a turn of fio, in blocks of 1 MiB."""
+    """Return a turn of fio with blocks of 1 MiB."""
     size = ground.pool.nbytes
     return lambda: fio(ground.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
 
@@ -68,7 +66,7 @@ def by_fio(ground: Ground, op: str, depth: int) -> Move:
 def recycled(
     handle: nvmeio.Handle, ground: Ground, op: str, blocks: int, passes: int
 ) -> Move:
-    """Return a turn that moves the file through a few MiB of pool memory, as fio does."""
+    """Return a turn that moves the file through a few MiB of reused memory, as fio does."""
     submit = handle.submit_read if op == "read" else handle.submit_write
     slots = ground.pool[: blocks << 20].split(1 << 20)
     offsets = range(0, ground.pool.nbytes, 1 << 20)
@@ -86,7 +84,7 @@ def recycled(
 
 
 def fio_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair pool memory with fio at the same block size and depth."""
+    """Compare pool memory with fio at the same block size and depth."""
     for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
         handle = nvmeio.Handle(block_size=1 << 20, queue_depth=depth)
         if depth == min(FIO_DEPTHS):
@@ -111,7 +109,7 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def memory_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair ordinary tensors with pool memory."""
+    """Compare ordinary tensors with pool memory."""
     handle = nvmeio.Handle()
     for op in ("read", "write"):
         yield Duel(
@@ -126,17 +124,18 @@ def memory_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def aligned(buffer: Any, nbytes: int) -> Any:
-    """Return the first bytes of an array or tensor that begin at a page."""
+    """Return `nbytes` of an array or tensor, from its first page boundary on."""
     address = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
     start = -address % PAGE_BYTES
     return buffer[start : start + nbytes]
 
 
 def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]]:
-    """Give names of memory that users have, how to get it, and whether a device may use it.
+    """Yield kinds of users' memory: name, function that makes it, whether it is aligned.
 
-    What was touched is made once, for it is reused; what was not is made for each turn, and
-    smaller, or it would be new to the host too, which takes its time at random.
+    Touched memory is made once and reused.  Untouched memory is made for each turn.  It is
+    smaller, because otherwise it would be new to the host too, which then takes a random
+    time to provide it.
     """
     makers: dict[str, Callable[[int], Any]] = {
         "numpy": lambda size: np.empty(size, np.uint8),
@@ -162,7 +161,7 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
 
 
 def route_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair the chosen route with every possible one."""
+    """Compare the route that "auto" chooses with every possible one."""
     chosen = nvmeio.Handle()
     others = {
         "direct": nvmeio.Handle(bounce="never"),
@@ -187,7 +186,7 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def small_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair 1000 requests of 64 KiB with one request of as many bytes."""
+    """Compare 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.Handle()
     buffer = ground.pool[: min(SMALL_COUNT * SMALL_BYTES, ground.pool.nbytes)]
     for op in ("read", "write"):
@@ -204,7 +203,7 @@ def small_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def grid() -> Iterator[dict[str, Any]]:
-    """Give the configurations that the default one is compared with."""
+    """Yield the configurations that the default one is compared with."""
     for values in itertools.product(*GRID.values()):
         yield dict(zip(GRID, values, strict=True))
 
@@ -218,7 +217,7 @@ def described(options: dict[str, Any]) -> str:
 
 
 def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
-    """Pair a default-constructed handle with a configured one."""
+    """Compare a default handle with a configured one."""
     return Duel(
         f"{op}, pool memory",
         ("default handle", described(options)),
@@ -231,7 +230,7 @@ def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
 
 
 def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
-    """Measure the grid, and return new duels with the configurations that looked best."""
+    """Measure the grid, and yield comparisons with the configurations that look best."""
     for op in ("read", "write"):
         found = []
         for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
@@ -246,12 +245,12 @@ def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
 
 
 def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
-    """Give duels with the same goals."""
+    """Yield the comparisons with these goals."""
     return (dataclasses.replace(duel, goals=goals) for duel in duels)
 
 
 def groups(ground: Ground, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
-    """Return functions that make the duels, alone and with fio, by names of --only."""
+    """Return functions that make the comparisons, by the names of --only."""
     return {
         "fio": lambda: fio_duels(ground),
         "memory": lambda: aiming(memory_duels(ground), Goal("speed", 0.8)),
@@ -267,7 +266,7 @@ GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "default")
 def loop_grounds(
     stack: contextlib.ExitStack, disk: Ground, wanted: Sequence[str], peers: Peers
 ) -> dict[str, Ground]:
-    """Return the disk and, as root, a loop device, if a row wants it, by their names."""
+    """Return the disk and, if root runs a row that needs it, a loop device, by name."""
     places = {"disk": disk}
     if beside_loop.ON_LOOP_DEVICE.intersection(wanted):
         size = beside_loop.LOOP_DEVICE_BYTES
@@ -277,7 +276,7 @@ def loop_grounds(
 
 
 def main() -> None:
-    """Measure and report; what was measured never changes the exit status."""
+    """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("1G", "64M"), (10, 3), groups=GROUPS, loop_rounds=True)
     peers = Peers()
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Rows beside the plain loop: a program on liburing that fills as much memory.
+"""Rows beside the plain loop, a program on liburing that fills as much memory as nvmeio.
 
-fio uses a few MiB of memory over and over, which stay in the caches of the host.  The
-loop fills as much memory of the same kind as its rival, every page touched before, and has
-as many blocks of the same size in flight.
+fio uses the same few MiB of memory over and over, which stay in the host's caches.  The
+loop fills as much memory as nvmeio, of the same kind, with every page touched before, and
+keeps as many blocks of the same size in flight.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SHALLOW_DEPTH = 16
 FILES = 1000
 FILE_BYTES = 64 << 10
 SMALL_BYTES = 64 << 10
-# The size of the pieces, and how many there are at most.
+# The sizes of pieces, and the largest number of each.
 PIECES = {SMALL_BYTES: 4096, BLOCK: 1024}
-# Their goals: speed, and CPU time compared with the loop's.
+# Goals for pieces: the speed, and the CPU time, each divided by the loop's.
 SPEEDS = {
     "disk": {"one by one": 0.95, "in one call": 0.95},
     "loop over tmpfs": {"one by one": 0.85, "in one call": 0.95},
@@ -55,16 +55,16 @@ READS = 50
 OPENS = 20_000
 THREADS = 64
 READS_EACH = 100
-# Three times the speed from when each completion woke all waiting threads.
+# The goal is three times the speed of the time when each completion woke all threads.
 THREAD_SPEED = 0.5
-# How often Python's waits check for signals.
+# The interval at which Python's waits check for signals.
 PATIENCE_NS = 100_000_000
 NEW_FILES = 16
 
-# The size of the loop device, enough for its rows.
+# The size of the loop device, which is enough for its rows.
 LOOP_DEVICE_BYTES = 128 << 20
 
-# The goals of rows without their own, compared with the loop and with fio.
+# The goals beside the loop and beside fio, for rows that do not set their own.
 READ_SPEED, WRITE_SPEED = 0.97, 0.95
 
 
@@ -76,13 +76,13 @@ def speed(op: str) -> Goal:
 def blocks(
     child: LoopChild, ground: Ground, op: str, depth: int, kind: str, block: int = BLOCK
 ) -> Move:
-    """Return a turn of the loop through the whole file."""
+    """Return a turn in which the loop goes through the whole file."""
     size = ground.pool.nbytes
     return child.turn("plain blocks", op, ground.path, block, depth, size, kind)
 
 
 def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair one request for the whole file with the loop."""
+    """Compare one request for the whole file with the loop."""
     handles = {
         SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.Handle(queue_depth=SHALLOW_DEPTH)),
         DEPTH: ("default handle", nvmeio.Handle()),
@@ -97,20 +97,20 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 
 def own_folder(ground: Ground, block: int) -> Path:
-    """Return the folder of the files that hold one piece each."""
+    """Return the folder of files that have one piece each."""
     return ground.path.parent / f"own-{block >> 10}"
 
 
 def targets(
     ground: Ground, place: str, stack: contextlib.ExitStack, block: int, count: int
 ) -> dict[str, list[tuple[Any, int]]]:
-    """Return the file and offset of each piece, for each way to name a file."""
+    """Return the file and offset of each piece, by the way to name a file."""
     offsets = range(0, count * block, block)
     found: dict[str, list[tuple[Any, int]]] = {
         "a path": [(str(ground.path), offset) for offset in offsets],
         "a File": [(ground.file, offset) for offset in offsets],
     }
-    # A loop device has room for small pieces only.
+    # A loop device only has room for small pieces.
     if block == SMALL_BYTES or place == "disk":
         folder = own_folder(ground, block)
         folder.mkdir()
@@ -126,7 +126,7 @@ def targets(
 def python_duels(
     ground: Ground, place: str, child: LoopChild, stack: contextlib.ExitStack
 ) -> Iterator[Duel]:
-    """Pair many requests of Python, one by one and in one call, with the loop."""
+    """Compare many requests of Python, one by one and in one call, with the loop."""
     handle = nvmeio.Handle()
     for block, most in PIECES.items():
         count = min(most, ground.pool.nbytes // block)
@@ -166,7 +166,7 @@ def moved(handle: nvmeio.Handle, op: str, items: Sequence[Any], way: str) -> Mov
 
 
 def submit_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair the submission of numpy views with that of tensors, without what follows."""
+    """Compare the submission of numpy views with that of tensors, without the waiting."""
     handle = nvmeio.Handle()
     pieces = ground.pool[: SUBMISSIONS * PAGE_BYTES].split(PAGE_BYTES)
     turns = {
@@ -187,7 +187,7 @@ def submit_duels(ground: Ground) -> Iterator[Duel]:
 
 
 def submitted(handle: nvmeio.Handle, ground: Ground, views: Sequence[Any]) -> Move:
-    """Return a turn that counts the time of this thread until all are submitted."""
+    """Return a turn that measures this thread's time until everything is submitted."""
 
     def turn() -> Sample:
         submit, file = handle.submit_read, ground.file
@@ -201,7 +201,7 @@ def submitted(handle: nvmeio.Handle, ground: Ground, views: Sequence[Any]) -> Mo
 
 
 def ordinary_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair ordinary tensors with the loop in pages of 4 KiB."""
+    """Compare ordinary tensors with the loop in pages of 4 KiB."""
     handle = nvmeio.Handle()
     for op in OPS:
         turns = (
@@ -213,7 +213,7 @@ def ordinary_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 
 def cpu_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair requests of 1 MiB from C with the loop."""
+    """Compare requests of 1 MiB from C with the loop."""
     size = ground.pool.nbytes
     for op in OPS:
         turns = (
@@ -226,7 +226,7 @@ def cpu_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 
 def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
-    """Pair small files, each opened by its path, with the loop on one file."""
+    """Compare small files, each opened by its path, with the loop on one file."""
     folder = ground.path.parent / "small"
     count = min(FILES, ground.pool.nbytes // FILE_BYTES)
     views = ground.pool[: count * FILE_BYTES].split(FILE_BYTES)
@@ -262,19 +262,19 @@ def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
 
 
 def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair opening and closing a file from C with open(2) and close(2)."""
+    """Compare opening and closing a file from C with open(2) and close(2)."""
     turns = (
         child.turn("engine opens", ground.path, OPENS),
         child.turn("plain opens", ground.path, OPENS),
     )
     names = ("nvmeio_file_open, _release", "open, close")
-    # Nothing waits, so CPU time equals run time, and a busy machine does not change it.
+    # Nothing waits, so CPU time equals run time, and does not depend on other load.
     goals = (Goal("CPU us", 3.5),)
     yield Duel("open and close", names, turns, False, goals, record_bytes=1)
 
 
 def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair threads that each wait for their own request with threads that read."""
+    """Compare threads that each wait for their own request with threads that pread(2)."""
     for patience_ns, words in ((-1, "as long as it takes"), (PATIENCE_NS, "0.1 s a time")):
         counts = (ground.path, THREADS, READS_EACH)
         turns = (
@@ -287,7 +287,7 @@ def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 
 def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
-    """Pair synchronous reads of 4 KiB with os.preadv into the same memory."""
+    """Compare synchronous reads of 4 KiB with os.preadv into the same memory."""
     handle = nvmeio.Handle()
     buffer: np.ndarray = ground.pool[:PAGE_BYTES].numpy()
     yield Duel(
@@ -308,7 +308,7 @@ def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
 
 
 def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
-    """Return a turn that makes files, which are removed after it."""
+    """Return a turn that makes files. They are removed after it."""
 
     def take() -> Sample:
         try:
@@ -316,7 +316,7 @@ def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-            # Otherwise the next turn would wait until their space is freed.
+            # Without this, the next turn would wait until their space is freed.
             folder = os.open(paths[0].parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
@@ -325,7 +325,7 @@ def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
 
 
 def written(handle: nvmeio.Handle, parts: Sequence[tuple[torch.Tensor, str]]) -> Move:
-    """Return a turn that writes each part to the file of its path."""
+    """Return a turn that writes each part to its path."""
 
     def work() -> int:
         requests = [handle.submit_write(part, path) for part, path in parts]
@@ -335,7 +335,7 @@ def written(handle: nvmeio.Handle, parts: Sequence[tuple[torch.Tensor, str]]) ->
 
 
 def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair files that did not exist with the loop after fallocate(2)."""
+    """Compare writes of new files with the loop after fallocate(2)."""
     handle = nvmeio.Handle()
     size = ground.pool.nbytes
     kinds = {
@@ -376,7 +376,7 @@ def duels(
     child: LoopChild | None,
     stack: contextlib.ExitStack,
 ) -> Iterator[Duel]:
-    """Give the rows of some groups."""
+    """Yield the rows of some groups."""
     for name in names:
         if name in ON_DISK and child is not None:
             yield from ON_DISK[name](places["disk"], child)

@@ -1,7 +1,7 @@
 """Draws the charts of the documentation from the JSON of `make bench`.
 
-Each names the JSON that it was drawn from in its metadata: ``--check`` compares that, and
-needs no matplotlib.
+The metadata of each chart names the JSON that it was drawn from.  ``--check`` compares only
+that, so it does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLOURS = ("tab:blue", "silver")
 
 
 def canvas(height: float) -> tuple[Figure, Any]:
-    """Make a figure and its axes; matplotlib is imported when something is drawn."""
+    """Make a figure and its axes. Imports matplotlib, which --check does not need."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")
@@ -40,14 +40,14 @@ def canvas(height: float) -> tuple[Figure, Any]:
 
 
 def origin(outcome: Outcome) -> str:
-    """Say where a chart was measured."""
+    """Return a line that says where a chart was measured."""
     about = outcome.machine
     words = (about.get("cpu"), about.get("file system"), about.get("date"))
     return ", ".join(word for word in words if word)
 
 
 def picked(outcome: Outcome, pattern: str) -> list[Duel]:
-    """Return the duels with a speed whose work and contestants a pattern matches."""
+    """Return the comparisons of speed whose work and contestants match a pattern."""
     return [
         duel
         for duel in outcome.duels
@@ -57,13 +57,13 @@ def picked(outcome: Outcome, pattern: str) -> list[Duel]:
 
 
 def shared_name(duels: list[Duel], index: int) -> str | None:
-    """Return the name that the first or second contestant has in all duels, if any."""
+    """Return the name of the first or second contestant, if all comparisons share it."""
     names = {duel.names[index] for duel in duels}
     return names.pop() if len(names) == 1 else None
 
 
 def labels_of(duels: list[Duel]) -> list[str]:
-    """Name each duel: its work, and the contestants that the legend does not name."""
+    """Name each comparison: its work, and the contestants that the legend does not name."""
     if not shared_name(duels, 0):
         return [f"{duel.work}\n{' / '.join(duel.names)}" for duel in duels]
     if not shared_name(duels, 1):
@@ -72,7 +72,7 @@ def labels_of(duels: list[Duel]) -> list[str]:
 
 
 def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> Figure:
-    """Draw both contestants of some duels as bars, with whiskers from min to max."""
+    """Draw both contestants of some comparisons as bars, with whiskers from min to max."""
     duels = picked(outcome, pattern)
     figure, axes = canvas(1.5 + 0.5 * len(duels))
     axes.set_title(f"{title}\n{origin(outcome)}", fontsize="medium")
@@ -106,7 +106,7 @@ def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> 
 
 
 def copies(outcome: Outcome) -> Figure:
-    """Draw the ratios of copies over the sizes, one line for each way and rival."""
+    """Draw the ratios of copies over their sizes, one line per kind of copy and rival."""
     figure, axes = canvas(5)
     axes.set_title(f"Copies of arrays and tensors\n{origin(outcome)}", fontsize="medium")
     if not outcome.duels:
@@ -135,8 +135,7 @@ def copies(outcome: Outcome) -> Figure:
 
 
 # For the README: the drive's speed, and what is compared with it. Each entry is a
-# script, a pattern of the work, the names of the duel, and which of its two
-# contestants.
+# script, a pattern for the work, the names of the contestants, and the index of one.
 Measured = tuple[str, str, str, int]
 OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
     (
@@ -211,7 +210,7 @@ def speed_measured(scripts: dict[str, Outcome], wanted: Measured) -> float | Non
 
 
 def overview(scripts: dict[str, Outcome]) -> Figure:
-    """Draw what share of the drive's speed nvmeio and the usual tools reach."""
+    """Draw which share of the drive's speed nvmeio and the usual tools reach."""
     figure, axes = canvas(4)
     found = scripts.get("transfer", Outcome({}, [], []))
     axes.set_title(f"Share of the drive's speed\n{origin(found)}", fontsize="medium")
@@ -239,7 +238,7 @@ def overview(scripts: dict[str, Outcome]) -> Figure:
     return figure
 
 
-# By script. The name of the script is also that of the file.
+# By script, whose name is also the name of the chart's file.
 CHARTS: dict[str, Callable[[Outcome], Figure]] = {
     "transfer": lambda found: bars(found, "One large tensor beside fio", "/ fio$"),
     "checkpoint": lambda found: bars(found, "Whole files, not in the page cache"),
@@ -255,16 +254,17 @@ CHARTS: dict[str, Callable[[Outcome], Figure]] = {
 
 
 def save(figure: Figure, path: Path, source: str = "") -> None:
-    """Write a chart; the same figures give the same file with the same matplotlib."""
+    """Write a chart. The same matplotlib writes the same file for the same figures."""
     metadata = {"Software": None, "Source": source} if path.suffix == ".png" else None
     figure.savefig(path, dpi=80, metadata=metadata)
 
 
 def main(given: list[str] | None = None) -> int:
-    """Draw the charts, or compare; return the exit status."""
+    """Draw the charts, or check them, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare, and draw nothing")
-    words = "what `make bench` has written (the newest in bench/results)"
+    words = "only check that the charts were drawn from FILE"
+    parser.add_argument("--check", action="store_true", help=words)
+    words = "JSON written by `make bench` (the newest in bench/results)"
     parser.add_argument("--json", type=Path, metavar="FILE", help=words)
     parser.add_argument("--out", type=Path, default=HERE / "charts", help="for the charts")
     options = parser.parse_args(given)

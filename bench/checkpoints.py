@@ -1,4 +1,4 @@
-"""Rows of checkpoints: beside plain loops, a plain copy, and a loop that trains alone."""
+"""Rows of checkpoints, beside plain loops, a plain copy, and training without saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Turn = Callable[[], Sample]
 
 
 def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
-    """Pair saves, restores and the delay of save_async with the least they can take."""
+    """Compare saves, restores and the delay of save_async with the least they can take."""
     rows = size // COUNT // 4096 * 4096
     numbers = np.random.default_rng(1)
     state = {f"{n:03}": numbers.integers(0, 256, rows, np.uint8) for n in range(COUNT)}
@@ -36,7 +36,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
     path = root / "step-0" / "tensors.safetensors"
 
     def saved() -> Sample:
-        # To new blocks of the file system, as in the loop.
+        # Write to new blocks of the file system, as the loop does.
         shutil.rmtree(root / "step-1", ignore_errors=True)
         return measured(lambda: (checkpointer.save(1, state), nbytes)[1])
 
@@ -45,7 +45,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
         found = []
         sample = measured(lambda: (found.append(checkpointer.restore(0)), nbytes)[1])
         if not np.array_equal(found[0]["007"], state["007"]):
-            raise RuntimeError("a checkpoint was restored with other bytes")
+            raise RuntimeError("a restored checkpoint has other bytes than the saved one")
         return sample
 
     def staged() -> Sample:
@@ -101,7 +101,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
 def training_duel(
     checkpointer: Checkpointer, state: dict[str, np.ndarray], root: Path
 ) -> Duel:
-    """Pair a loop that saves for a tenth of its time with a loop that only computes."""
+    """Compare a loop that saves for a tenth of its time with a loop that only computes."""
     numbers = np.random.default_rng(2)
     batch, weights = (numbers.random((512, 512), np.float32) for _ in range(2))
     result = np.empty_like(batch)
@@ -111,7 +111,7 @@ def training_duel(
             np.matmul(batch, weights, out=result)
             # The part of a step that Python computes itself.
             sum(range(1000))
-        # The bytes that they read and write, so that there is a speed.
+        # The bytes that they read and write, because a speed needs bytes.
         return steps * 3 * result.nbytes
 
     def new() -> None:

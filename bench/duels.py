@@ -1,8 +1,8 @@
-"""Duels: two contestants take turns at the same work, and their ratio is judged.
+"""Comparisons: two contestants take turns at the same work, and their ratio is judged.
 
-The speed of a disk drifts over minutes by more than contestants differ.  So each ratio is
-taken between neighbours in time, and only then the median; who begins changes with every
-turn.
+Within minutes, the speed of a disk drifts by more than contestants differ.  So each ratio
+is taken between two neighbouring turns, and the median of the ratios counts.  The
+contestant that begins changes with every turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 GIB = 1 << 30
 
-# Packages that figures may depend on.
+# Packages whose version may change the figures.
 PACKAGES = (
     "nvmeio",
     "numpy",
@@ -54,7 +54,7 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What one contestant did in a round.
+    """The figures of one contestant in a round.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Sample:
     cpu_seconds : float
         CPU time of all its threads, user and system.
     device_bytes : int
-        Bytes that the kernel had the device deliver meanwhile.
+        Bytes that the device delivered meanwhile.
     switches : int
         Context switches of all its threads.
     """
@@ -87,21 +87,21 @@ class Sample:
 
 
 def device_bytes() -> int:
-    """Return what the device has delivered to this process and its reaped children."""
+    """Return the bytes that the device delivered to this process and reaped children."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def context_switches() -> int:
-    """Return how often threads of this process were switched away from so far."""
+    """Return the number of context switches of this process's threads so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_nvcsw + usage.ru_nivcsw
 
 
 def measured(work: Callable[[], int]) -> Sample:
-    """Run `work`, which returns how many bytes it has moved.
+    """Run `work`, which returns how many bytes it has moved, and measure it.
 
-    The CPU time is that of all threads of this process, so of nvmeio's workers too.
+    The CPU time includes all threads of this process, so nvmeio's workers too.
     """
     device = device_bytes()
     switches = context_switches()
@@ -116,23 +116,23 @@ def measured(work: Callable[[], int]) -> Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What has to be reached: of speeds at least, of all else at most the limit.
+    """A goal: the least allowed ratio of speeds, or the largest of anything else.
 
     Attributes
     ----------
     quantity : {"speed", "time", "CPU time", "CPU us", "switches"}
-        What the ratio is taken of, the first contestant's to the second's.  The last two
-        are no ratios but figures of the first one for a record: CPU time and context
-        switches.
+        The figure whose ratio counts, the first contestant's divided by the second's.
+        The last two are not ratios, but the first contestant's CPU time and context
+        switches per record.
     limit : float
-        Is compared with the median over the rounds.
+        The limit for the median over the rounds.
     """
 
     quantity: str
     limit: float
 
     def values(self, duel: Duel) -> list[float]:
-        """Return what each figure of a duel has come to."""
+        """Return the values that the goal judges: one for each figure of a comparison."""
         if self.quantity == "speed":
             return duel.medians(lambda ours, theirs: theirs.seconds / ours.seconds)
         if self.quantity == "time":
@@ -144,7 +144,7 @@ class Goal:
         return duel.medians(lambda ours, _: duel.cpu_us(ours))
 
     def verdict(self, duel: Duel) -> str:
-        """Say whether the goal is reached."""
+        """Return "reached" or "missed"; or "void", with the reason."""
         if duel.cached_rounds():
             return "void: a cache took part"
         median = statistics.median(self.values(duel))
@@ -160,31 +160,31 @@ SPEED = Goal("speed", 1.0)
 
 @dataclasses.dataclass
 class Duel:
-    """Two contestants at the same work.
+    """A comparison of two contestants at the same work.
 
     Attributes
     ----------
     work : str
-        What they do.
+        The work.
     names : tuple of str
-        The contestant that goals are about, and the one it is compared with.
+        The contestant that the goals are about, and the one it is compared with.
     turns : tuple of callable
         One turn of each.
     reads : bool
         Whether the device must deliver every byte.
     goals : tuple of Goal
-        What has to be reached; nothing where the comparison is for information.
+        The goals; empty if the comparison is for information.
     record_bytes : int
-        The size of a record, where they and not bytes are counted; else 0.
+        The size of a record, if records are counted instead of bytes; else 0.
     alternations : int
-        How often they take turns in a round; for turns too short for a figure.
+        How often they take turns in a round, if a turn is too short for a figure.
     rounds : list of tuple of Sample
-        What both did in each round.
+        The figures of both in each round.
     rounds_each : int
-        How many rounds in a row make one figure, their median: those of one process where
-        there are several processes.
+        How many rounds in a row make one figure, which is their median.  If there are
+        several processes, these are the rounds of one process.
     memory : tuple of int
-        The memory that each has taken, in bytes; nothing where it was not measured.
+        The memory that each took, in bytes; empty if it was not measured.
     """
 
     work: str
@@ -199,11 +199,11 @@ class Duel:
     memory: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the figures without the turns."""
+        """Return the figures without the turns, which cannot be pickled."""
         return {**vars(self), "turns": ()}
 
     def fight(self) -> None:
-        """Add a round."""
+        """Run a round, and add its figures."""
         sums = [Sample(0, 0.0, 0.0, 0), Sample(0, 0.0, 0.0, 0)]
         for number in range(self.alternations):
             first = (len(self.rounds) + number) % 2
@@ -212,32 +212,32 @@ class Duel:
         self.rounds.append((sums[0], sums[1]))
 
     def medians(self, value: Callable[[Sample, Sample], float]) -> list[float]:
-        """Return the figures: what each round has come to, or each process."""
+        """Return one value for each figure, which is a round or a process."""
         values = [value(*pair) for pair in self.rounds]
         steps = range(0, len(values), self.rounds_each)
         return [statistics.median(values[at : at + self.rounds_each]) for at in steps]
 
     def of(self, index: int, value: Callable[[Sample], float]) -> list[float]:
-        """Return the figures of one contestant."""
+        """Return the values of one contestant."""
         return self.medians(lambda *pair: value(pair[index]))
 
     def cpu_us(self, sample: Sample) -> float:
-        """Return the CPU time that a record took."""
+        """Return the CPU time per record, in microseconds."""
         return self.per_record(sample.cpu_seconds, sample) * 1e6
 
     def per_record(self, value: float, sample: Sample) -> float:
-        """Return the share of a record in what a sample has of something."""
+        """Return a total of a sample per record."""
         return value / sample.nbytes * self.record_bytes
 
     def cached_rounds(self) -> int:
-        """Count the rounds in which not every byte came from the device."""
+        """Return the number of rounds in which not every byte came from the device."""
         return sum(
             self.reads and any(sample.device_bytes < sample.nbytes for sample in pair)
             for pair in self.rounds
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the raw numbers as JSON can hold them."""
+        """Return the raw numbers in types that JSON has."""
         return {
             "work": self.work,
             "names": self.names,
@@ -253,7 +253,7 @@ class Duel:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Duel:
-        """Return a duel that was fought before, as `as_dict` has written it."""
+        """Return a comparison that `as_dict` has written."""
         return cls(
             raw["work"],
             tuple(raw["names"]),
@@ -268,7 +268,7 @@ class Duel:
 
 
 def fight(duels: Sequence[Duel], rounds: int) -> None:
-    """Go through all duels once a round; the first one warms up, and counts for nothing."""
+    """Run all comparisons once a round. The first round warms up, and does not count."""
     for number in range(rounds + 1):
         progress(f"round {number} of {rounds}")
         for duel in duels:
@@ -278,7 +278,7 @@ def fight(duels: Sequence[Duel], rounds: int) -> None:
 
 
 def progress(words: str) -> None:
-    """Report progress: in one line of a terminal, or else in a line each."""
+    """Report progress, in one line of a terminal, which is overwritten, or in new lines."""
     if sys.stderr.isatty():
         print(f"{words[:79]:79}", end="\r", file=sys.stderr, flush=True)
     else:
@@ -286,7 +286,7 @@ def progress(words: str) -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """Describe where and with what it was measured, without paths and host names."""
+    """Describe the machine and the software, without paths and host names."""
     cpu = dict(
         line.split("\t: ")
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -303,7 +303,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

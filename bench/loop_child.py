@@ -1,7 +1,7 @@
 """The child process in C: the plain loop on liburing, and nvmeio through its C API.
 
-It is compiled when a benchmark starts.  It keeps its memory from turn to turn, so that it
-can take turns with what runs in this process.
+The child is compiled when a benchmark starts.  It keeps its memory from turn to turn, so
+that it can take turns with a contestant in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Turn = Callable[[], Sample]
 
 
 class LoopChild:
-    """The child, which waits for commands."""
+    """The child process, which waits for commands."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class LoopChild:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The id of the process."""
         return self._process.pid
 
     def run(self, *words: object) -> Sample:
@@ -66,7 +66,7 @@ class LoopChild:
 
 
 def compiled(folder: Path) -> Path:
-    """Compile the child, and return the program."""
+    """Compile the child, and return the path of the program."""
     program = folder / "loops"
     subprocess.run(
         [
@@ -87,7 +87,7 @@ def compiled(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def loop_child(peers: Peers) -> Iterator[LoopChild | None]:
-    """Start the child, and end it on exit. None if it cannot be compiled."""
+    """Start the child, and end it on exit. Yields None if it cannot be compiled."""
     with tempfile.TemporaryDirectory(prefix="nvmeio-bench-") as folder:
         try:
             program = compiled(Path(folder))

@@ -1,4 +1,4 @@
-"""ext4 on a loop device over tmpfs: a disk so fast that software shows."""
+"""ext4 on a loop device over tmpfs: a disk so fast that the software's cost shows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from peers import Peers
 
 __all__ = ["loop_mount", "try_loop_mount"]
 
-# On tmpfs; the number is the process that made it.
+# On tmpfs. The number is the id of the process that made it.
 FOLDER_NAME = re.compile(r"nvmeio-bench-loop-(\d+)-\w+")
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def remove_leftovers() -> None:
-    """Unmount and remove what killed benchmarks have left."""
+    """Unmount and remove the leftovers of killed benchmarks."""
     for folder in SHARED_MEMORY.glob("nvmeio-bench-loop-*"):
         found = FOLDER_NAME.fullmatch(folder.name)
         if found and not Path("/proc", found[1]).exists():
@@ -33,9 +33,9 @@ def remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def loop_mount(size: int) -> Iterator[Path]:
-    """Mount ext4 on a loop device over tmpfs; takes root.
+    """Mount ext4 on a loop device over tmpfs, which needs root.
 
-    The device goes away with the mount, and its memory with the device.
+    Unmounting also removes the device, and frees its memory.
     """
     remove_leftovers()
     prefix = f"nvmeio-bench-loop-{os.getpid()}-"
@@ -50,18 +50,18 @@ def loop_mount(size: int) -> Iterator[Path]:
             output("mkfs.ext4", "-q", "-m", "0", device)
             output("mount", device, mount)
         finally:
-            # Detached now, or when it is no longer mounted.
+            # The device is detached now, or as soon as it is no longer mounted.
             output("losetup", "--detach", device)
         try:
             yield mount
         finally:
-            # Files that are still open keep the mount until they are closed.
+            # A lazy unmount, because files may still be open.
             output("umount", "--lazy", str(mount))
 
 
 def try_loop_mount(stack: contextlib.ExitStack, size: int, peers: Peers) -> Path | None:
-    """Mount as `loop_mount` does, until the stack unwinds. None if that is impossible."""
-    reason = "it takes root"
+    """Mount as `loop_mount` does, until the stack unwinds. Return None if that fails."""
+    reason = "it needs root"
     if os.geteuid() == 0:
         try:
             return stack.enter_context(loop_mount(size))

@@ -1,4 +1,4 @@
-"""What benchmarks on a disk share: arguments, and the machine."""
+"""The arguments of benchmarks on a disk, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def output(*command: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Describe where and with what it was measured."""
+    """Describe the machine, the software and the file system of a folder."""
     file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
     about = {**surroundings(), "file system": f"{file_system} on {Path(device).name}"}
     if version := fio_version():
@@ -39,7 +39,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def size_of(text: str) -> int:
-    """Read a size such as 64M or 1G."""
+    """Parse a size such as 64M or 1G."""
     nbytes = size(text)
     if nbytes % (1 << 20):
         raise argparse.ArgumentTypeError("must be whole MiB, at least one")
@@ -59,14 +59,16 @@ def chooser(groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
-    """Return the parser of options that all scripts have."""
+    """Return a parser for the options that all scripts have."""
     # SystemExit lets every script remove its files, devices and huge pages.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=about)
-    words = f"how many ({rounds[0]}; {rounds[1]} if quick)"
+    words = f"number of rounds ({rounds[0]}; with --quick {rounds[1]})"
     parser.add_argument("--rounds", type=int, help=words)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    words = "write the raw numbers to FILE"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=words)
+    words = "a short run, to see whether everything works"
+    parser.add_argument("--quick", action="store_true", help=words)
     return parser
 
 
@@ -81,17 +83,17 @@ def arguments(
 ) -> argparse.Namespace:
     """Parse the command line of a script that works on a disk."""
     parser = argument_parser(about, rounds)
-    words = f"of the file ({sizes[0]}; {sizes[1]} if quick)"
+    words = f"size of the file ({sizes[0]}; with --quick {sizes[1]})"
     parser.add_argument("--size", type=size_of, help=words)
-    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
+    parser.add_argument("--dir", type=Path, default=Path(), help="folder for the file (.)")
     if processes is not None:
-        words = f"how many ({processes[0]}; {processes[1]} if quick)"
+        words = f"number of processes ({processes[0]}; with --quick {processes[1]})"
         parser.add_argument("--processes", type=int, help=words)
     if groups:
-        words = f"these rows alone, with commas between: {', '.join(groups)}"
+        words = f"run only these rows, separated by commas: {', '.join(groups)}"
         parser.add_argument("--only", type=chooser(groups), default=groups, help=words)
     if loop_rounds:
-        words = "how many beside the plain loop (as --rounds)"
+        words = "number of rounds beside the plain loop (as --rounds)"
         parser.add_argument("--loop-rounds", type=int, metavar="ROUNDS", help=words)
     options = parser.parse_args()
     options.size = options.size or size_of(sizes[options.quick])

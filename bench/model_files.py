@@ -1,7 +1,7 @@
-"""Rows of model files: nvmeio.safetensors beside plain loops and what people use.
+"""Rows of model files: nvmeio.safetensors beside plain loops and other loaders.
 
-Every loader ends with all bytes in memory: of memory maps each page is touched.  Memory is
-new in every turn, but where a row says otherwise.
+Every load ends with all bytes in memory; for memory maps, each page is touched.  Memory is
+new in every turn, unless a row says otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOP = "plain loop"
 BLOCK, DEPTH = 1 << 20, 128
 FEW, MANY = 300, 20_000
 PAGE = 4096
-# Rows of a tensor, of which one row of the table reads half.
+# Rows of a tensor. One comparison reads half of them.
 ROWS = 64
 
 Load = Callable[[Path], Any]
@@ -34,14 +34,14 @@ Turn = Callable[[], Sample]
 
 
 def touched(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Look at every page, so that the bytes of a memory map are in memory."""
+    """Read from every page, so that all of a memory map is in memory."""
     for tensor in tensors.values():
         np.asarray(tensor).reshape(-1).view(np.uint8)[::PAGE].max()
     return tensors
 
 
 class Models:
-    """The files, and turns at them."""
+    """The model files, and turns that load and save them."""
 
     def __init__(self, folder: Path, size: int, torch: Any) -> None:
         self.folder, self.torch = folder, torch
@@ -55,20 +55,20 @@ class Models:
         torch.save(self.tensors[FEW], self.pickled)
 
     def made(self, count: int, size: int) -> dict[str, Any]:
-        """Make so many tensors of so many bytes, which no drive can compress."""
+        """Make `count` tensors of `size` bytes together, which no drive can compress."""
         columns = max(1, size // count // ROWS // 2)
         noise = np.random.default_rng(count).integers(0, 1 << 15, (count * ROWS, columns))
         whole = self.torch.from_numpy(noise.astype(np.int16))
         return {f"layer.{n:05d}": t.clone() for n, t in enumerate(whole.split(ROWS))}
 
     def nbytes(self, count: int) -> int:
-        """Return how many bytes the tensors have."""
+        """Return the size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors[count].values())
 
     def loading(
         self, load: Load, count: int, *, cold: bool = True, path: Path | None = None
     ) -> Turn:
-        """Return a turn that loads a file, whose tensors are compared once."""
+        """Return a turn that loads a file. The tensors are compared once."""
         path = path or self.paths[count]
         expected, nbytes = self.tensors[count], self.nbytes(count)
         compared = False
@@ -96,7 +96,7 @@ class Models:
         return turn
 
     def saving(self, save: Callable[[Any, Path], object], sync: bool) -> Turn:
-        """Return a turn that writes a new file, and has it on the device."""
+        """Return a turn that writes a new file, and ends when it is on the device."""
         path, tensors = self.folder / "new.safetensors", self.tensors[FEW]
 
         def work() -> int:
@@ -115,14 +115,14 @@ class Models:
 
 
 def cache(path: Path) -> None:
-    """Have all of a file in the page cache."""
+    """Read all of a file into the page cache."""
     with open(path, "rb", buffering=0) as file:
         while file.read(16 << 20):
             pass
 
 
 def others(models: Models, peers: Peers) -> Iterator[tuple[str, Load, Path]]:
-    """Yield the other tools that load models."""
+    """Yield the other tools that load models: name, function and file."""
     path, torch = models.paths[FEW], models.torch
     theirs = peers.module("safetensors.torch")
     if theirs is not None:
@@ -160,7 +160,7 @@ def half(path: Path) -> dict[str, Any]:
 def model_duels(
     folder: Path, size: int, child: LoopChild | None, peers: Peers
 ) -> Iterator[Duel]:
-    """Pair nvmeio.safetensors with loops, with others, and with itself."""
+    """Compare nvmeio.safetensors with loops, with others, and with itself."""
     torch = peers.module("torch")
     if torch is None:
         return
@@ -170,7 +170,7 @@ def model_duels(
     models = Models(folder, size, torch)
     ours = nvmeio.safetensors.torch.load_file
     path = models.paths[FEW]
-    # The loop moves whole blocks.
+    # The loop only moves whole blocks.
     span = path.stat().st_size // BLOCK * BLOCK
     cold = models.loading(ours, FEW)
     work = "load a model, cold, new memory"

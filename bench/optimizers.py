@@ -1,4 +1,4 @@
-"""Rows of offloaded optimizers: beside the update in memory, the plain loop, DeepSpeed."""
+"""Rows of offloaded optimizers, beside the update in memory, the plain loop, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import nvmeio.torch
 __all__ = ["optimizer_duels"]
 
 BLOCK = 1 << 20
-# As much memory as the windows of an offloaded optimizer take.
+# The memory that the windows of an offloaded optimizer take.
 DEPTH = 96
 COUNT = 32
 FORMS: dict[str, dict[str, bool]] = {
@@ -29,7 +29,7 @@ FORMS: dict[str, dict[str, bool]] = {
 
 
 def params_of(size: int) -> list[torch.nn.Parameter]:
-    """Make parameters with gradients, of which AdamW has `size` bytes of states."""
+    """Make parameters with gradients, for which AdamW has `size` bytes of states."""
     made = [torch.nn.Parameter(torch.ones(size // COUNT // 8)) for _ in range(COUNT)]
     for param in made:
         param.grad = torch.full_like(param, 0.5)
@@ -43,7 +43,7 @@ def optimizer_duels(
     peers: Peers,
     stack: contextlib.ExitStack,
 ) -> Iterator[Duel]:
-    """Pair a step of AdamW with the larger of its update in memory and the loop."""
+    """Compare a step of AdamW with the slower of its update in memory and the loop."""
     if child is None:
         return
     zero = zero_child(folder, size, peers, stack)
@@ -57,7 +57,7 @@ def optimizer_duels(
         offloaded = stack.enter_context(nvmeio.torch.offload(inner, folder / form))
 
         def step(optimizer: Any) -> Sample:
-            # Read and written.
+            # The states are read and written.
             return measured(lambda: (optimizer.step(), 2 * size)[1])
 
         def alone(optimizer: Any = ordinary) -> Sample:

@@ -1,4 +1,4 @@
-"""The peers that nvmeio is compared with. Missing ones are left out and reported."""
+"""The tools that nvmeio is compared with. Missing ones are left out and reported."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
 class Peers:
-    """Which peers are here, and why the others are left out.
+    """Which tools are installed, and why the others are left out.
 
     Attributes
     ----------
     left_out : list of str
-        The others, each with the reason.
+        The missing ones, each with the reason.
     """
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Tell that there is no comparison with a peer."""
+        """Report that a tool is left out."""
         self.left_out.append(f"{name} ({reason})")
         print(f"left out: {name} ({reason})", file=sys.stderr, flush=True)
 
     def module(self, name: str) -> Any:
-        """Return a module, or None, and report if it is missing."""
+        """Return a module; or return None and report it as missing."""
         try:
             return importlib.import_module(name)
         except ImportError as error:
@@ -45,7 +45,7 @@ class Peers:
             return None
 
     def has_fio(self) -> bool:
-        """Return whether fio is installed, and report if not."""
+        """Return whether fio is installed; if not, report it as missing."""
         found = fio_version() != ""
         if not found:
             self.leave_out("fio", "on Debian and Ubuntu: apt-get install fio")
@@ -53,7 +53,7 @@ class Peers:
 
 
 def deepspeed_op() -> Any:
-    """Return DeepSpeed's op, compiled if that was never done."""
+    """Return DeepSpeed's op. Compiles it if necessary."""
     # If nvmeio replaced DeepSpeed's op, it would be compared with itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -61,7 +61,7 @@ def deepspeed_op() -> Any:
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(folder).glob("**/async_io/lock"):
-        # torch would wait for the lock, for ever if the process that held it was
+        # torch would wait for the lock: for ever, if the process that held it was
         # killed.
         raise RuntimeError(f"its op is being compiled, or {lock.name} is left in {folder}")
     return AsyncIOBuilder().load(verbose=False)
@@ -69,7 +69,7 @@ def deepspeed_op() -> Any:
 
 @contextlib.contextmanager
 def huge_pages(wanted: int) -> Iterator[bool]:
-    """Reserve huge pages for fio while inside; gives whether that was possible."""
+    """Reserve huge pages for fio inside the block. Yields whether that was possible."""
 
     def change(pages: int) -> int:
         before = int(HUGE_PAGES.read_text(encoding="ascii"))
@@ -84,13 +84,13 @@ def huge_pages(wanted: int) -> Iterator[bool]:
     try:
         yield reserved == wanted
     finally:
-        # Subtracted, not restored: another benchmark may have changed the number
-        # meanwhile.
+        # Subtract instead of restoring, because another benchmark may have changed
+        # the number meanwhile.
         change(-reserved)
 
 
 def fio(path: Path, size: int, rw: str, nbytes: int, depth: int, **more: Any) -> Sample:
-    """Let fio read or overwrite a file by io_uring, past the page cache."""
+    """Run fio, which reads or overwrites a file by io_uring, past the page cache."""
     device = device_bytes()
     job = Fio(path, size, "io_uring", direct=True, queue_depth=depth)
     done = job.run(rw, nbytes, lambda _: None, **more)

@@ -26,34 +26,34 @@ __all__ = ["Format", "formats"]
 
 BLOCK_TOKENS = 1024
 HERE = Path(__file__).resolve().parent
-# Where scripts/test-formats installs the packages, and the module that imports them.
+# The folder where scripts/test-formats installs packages, and the module that imports one.
 INSTALLED = (HERE.parent / "build/formats", HERE.parent / "tests/formats")
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Files of one format, and what reads samples of them.
+    """Files of one format, and the datasets that read samples of them.
 
     Attributes
     ----------
     samples : str
-        What a sample is, in the names of duels.
+        What a sample is, for the names of comparisons.
     names : tuple of str
-        nvmeio's dataset, and the peer.
+        The names of nvmeio's dataset and of the peer.
     datasets : tuple of callable
-        Make both; called with how many samples will be read.
+        Functions that make both, given how many samples will be read.
     paths : tuple of Path
-        The files that are cached or not.
+        The files, which are put into the page cache or dropped from it.
     sample_bytes : int
-        What a sample has, the mean.
+        The mean size of a sample.
     batch, batches : int
-        Samples of a batch, and batches of a turn.
+        Samples per batch, and batches per turn.
     collate : callable or None
-        Is passed to the DataLoader.
+        Passed to the DataLoader.
     peers : tuple of (str, callable)
-        More peers, cold and without workers alone.
+        More peers, measured only cold and without workers.
     cold : float
-        The goal.
+        The goal for cold files.
     """
 
     samples: str
@@ -69,12 +69,12 @@ class Format:
 
     @property
     def count(self) -> int:
-        """How many samples are read in a turn."""
+        """The number of samples per turn."""
         return self.batch * self.batches
 
 
 def chunks(size: int) -> Iterator[bytes]:
-    """Give random bytes, 16 MiB at once."""
+    """Yield random bytes, 16 MiB at a time."""
     piece = np.random.default_rng(0).bytes(16 << 20)
     for begin in range(0, size, len(piece)):
         yield piece[: size - begin]
@@ -132,7 +132,7 @@ def array(folder: Path, size: int) -> Format:
 
 
 class MemmapWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a memory map, as nanoGPT's get_batch makes them."""
+    """Windows of a memory map, as nanoGPT's get_batch cuts them."""
 
     def __init__(self, path: Path, _: int) -> None:
         self.path = path
@@ -175,7 +175,7 @@ def tokens(folder: Path, size: int) -> Format:
 
 
 def megatron(folder: Path, size: int, indexed: Any) -> Format:
-    """Have megatron-core write a .bin and a .idx file."""
+    """Write a .bin and a .idx file by megatron-core."""
     prefix = str(folder / "corpus")
     numbers = np.random.default_rng(0)
     lengths = numbers.integers(512, 1025, size // 1536).tolist()
@@ -201,7 +201,7 @@ def megatron(folder: Path, size: int, indexed: Any) -> Format:
 
 
 class Sequences(Dataset[torch.Tensor]):
-    """Sequences as tensors, of arrays that megatron-core reads."""
+    """Sequences that megatron-core reads, converted to tensors."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -217,7 +217,7 @@ class Sequences(Dataset[torch.Tensor]):
 
 
 def images(nbytes: int, size: int) -> Iterator[tuple[bytes, int]]:
-    """Give bytes like those of a JPEG, 0.5 to 1.5 times a size, and a label."""
+    """Yield random bytes, as in a JPEG, of 0.5 to 1.5 times a size, each with a label."""
     numbers = np.random.default_rng(0)
     piece = numbers.bytes(2 * nbytes)
     for number, length in enumerate(
@@ -228,7 +228,7 @@ def images(nbytes: int, size: int) -> Iterator[tuple[bytes, int]]:
 
 
 class Sequential(IterableDataset[dict[str, Any]]):
-    """The first samples of archives, which WebDataset reads from the beginning on."""
+    """The first samples of archives, which WebDataset reads from the beginning."""
 
     def __init__(self, wds: Any, paths: list[str], count: int) -> None:
         self.wds, self.paths, self.count = wds, paths, count
@@ -242,14 +242,14 @@ class Sequential(IterableDataset[dict[str, Any]]):
 
 
 def tar(folder: Path, size: int, wds: Any, nbytes: int) -> Format:
-    """Have webdataset write four archives of images."""
+    """Write four archives of images by webdataset."""
     name = f"{nbytes // 1000}KB"
     most = -(-(size // nbytes) // 4)
     with wds.ShardWriter(f"{folder}/{name}-%06d.tar", maxcount=most, verbose=0) as writer:
         for number, (image, label) in enumerate(images(nbytes, size)):
             writer.write({"__key__": f"{number:08}", "jpg": image, "cls": label})
     paths = sorted(folder.glob(f"{name}-*.tar"))
-    # Save the index in another process: memory is measured in this one before it reads.
+    # Save the index in another process, because memory is measured in this one.
     context = multiprocessing.get_context("fork")
     process = context.Process(target=nvmeio.torch.TarDataset, args=(paths,))
     process.start()
@@ -270,7 +270,7 @@ def tar(folder: Path, size: int, wds: Any, nbytes: int) -> Format:
 
 
 def mds(folder: Path, size: int, streaming: Any, nbytes: int) -> Format:
-    """Have streaming write shards of its default size."""
+    """Write shards of the default size by streaming."""
     out = folder / f"mds-{nbytes}"
     columns = {"image": "bytes", "label": "int"}
     with streaming.MDSWriter(out=str(out), columns=columns) as writer:
@@ -293,7 +293,7 @@ def mds(folder: Path, size: int, streaming: Any, nbytes: int) -> Format:
 
 @contextlib.contextmanager
 def formats(folder: Path, size: int, peers: Peers) -> Iterator[list[Format]]:
-    """Make all files, and clear up; the array has `size` bytes, the others parts of it."""
+    """Make all files, and remove them on exit. The array has `size` bytes, others less."""
     sys.path += map(str, INSTALLED)
     with contextlib.ExitStack() as stack:
         inside = Path(
@@ -311,12 +311,12 @@ def formats(folder: Path, size: int, peers: Peers) -> Iterator[list[Format]]:
         yield found
 
 
-# The files of images have this part of the size, with images of this many bytes.
+# The share of `size` that the files of images have, and the mean size of an image.
 SIZES = ((4, 100_000), (8, 5_000))
 
 
 def module(peers: Peers, name: str) -> Any:
-    """Return a peer's module, or None, and report if it is missing."""
+    """Return a peer's module; or return None and report it as missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,6 @@
-"""Tables of what was measured, for the terminal and for the documentation alike.
+"""Tables of results, for the terminal and for the documentation.
 
-They are made of the raw numbers alone, as the JSON has them, so that a table of last year
-can be made again.
+They are made only from the raw numbers in the JSON, so that old tables can be made again.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ __all__ = [
 SCHEMA = 1
 
 Row = tuple[str, ...]
-# A header row, and rows of as many cells.
+# A header row, and rows with as many cells.
 Table = tuple[Row, list[Row]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a script has measured, or why it failed.
+    """The results of a script, or why it failed.
 
     Attributes
     ----------
     machine : dict
-        Where, with what and how it was measured; empty where it was not.
+        The machine, the software and the options; empty if nothing was measured.
     duels : list of Duel
-        What was fought.
+        The comparisons.
     left_out : list of str
-        What was not compared with, and why.
+        The tools that were left out, each with the reason.
     failure : str
-        The last words of a script that failed.
+        The last line of a script that failed; else empty.
     seconds : float
-        How long it took.
+        How long the script took.
     """
 
     machine: dict[str, Any]
@@ -63,7 +62,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Outcome:
-        """Return a script's part of the JSON."""
+        """Return the results of a script from its part of the JSON."""
         return cls(
             raw.get("machine", {}),
             [Duel.from_dict(duel) for duel in raw.get("duels", [])],
@@ -83,7 +82,7 @@ def scripts_of(path: Path) -> dict[str, Outcome]:
 
 
 def size_name(nbytes: int) -> str:
-    """Write a size."""
+    """Format a size."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             return f"{nbytes // factor} {unit}"
@@ -91,7 +90,7 @@ def size_name(nbytes: int) -> str:
 
 
 def number(value: float) -> str:
-    """Write three digits of a figure, and all digits before the point."""
+    """Format a figure with three digits, or with all digits before the point."""
     if value == 0:
         return "0"
     digits = 2
@@ -103,14 +102,14 @@ def number(value: float) -> str:
 
 
 def spread(values: Iterable[float]) -> str:
-    """Write the median, minimum and maximum of some values."""
+    """Format the median, minimum and maximum of some values."""
     values = list(values)
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{number(middle)} [{number(low)}-{number(high)}]"
 
 
 def padded(table: Table) -> str:
-    """Write a table that reads well as plain text and as Markdown."""
+    """Format a table that reads well as plain text and as Markdown."""
     head, rows = table
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, tuple("-" * width for width in widths), *rows]
@@ -123,19 +122,19 @@ def padded(table: Table) -> str:
 
 
 def moves_bytes(duel: Duel) -> bool:
-    """Return whether a duel is measured by speed; otherwise by time."""
+    """Return whether a comparison is measured by speed. Otherwise it is by time."""
     return any(pair[0].nbytes for pair in duel.rounds)
 
 
 def speed_unit(duel: Duel) -> str:
-    """Return the unit of a duel's speed."""
+    """Return the unit of a comparison's speed."""
     if not moves_bytes(duel):
         return "s"
     return "k/s" if duel.record_bytes else "GB/s"
 
 
 def speed_of(duel: Duel) -> Callable[[Sample], float]:
-    """Return a function that converts a figure to that unit."""
+    """Return a function that computes a sample's speed in that unit."""
     if not moves_bytes(duel):
         return lambda sample: sample.seconds
     if duel.record_bytes:
@@ -144,7 +143,7 @@ def speed_of(duel: Duel) -> Callable[[Sample], float]:
 
 
 def cpu_times(duel: Duel) -> str:
-    """Write the median CPU time of both."""
+    """Format the median CPU time of both."""
     if not moves_bytes(duel):
         return ""
 
@@ -158,7 +157,7 @@ def cpu_times(duel: Duel) -> str:
 
 
 def delivered(duel: Duel) -> str:
-    """Write how many bytes the device delivered per byte read, the median of both."""
+    """Format the bytes that the device delivered per byte read, the median of both."""
 
     def share(sample: Sample) -> float:
         return sample.device_bytes / sample.nbytes
@@ -168,12 +167,12 @@ def delivered(duel: Duel) -> str:
 
 
 def memory(duel: Duel) -> str:
-    """Write how much memory both took."""
+    """Format the memory that both took."""
     return " / ".join(number(value / 1e6) for value in duel.memory) + " MB"
 
 
 def rows(duel: Duel, counts_records: bool, has_memory: bool) -> Iterator[Row]:
-    """Give a row for each goal of a duel, or for its speed."""
+    """Yield a row for each goal of a comparison, or one for its speed."""
     figures = [
         duel.work,
         " / ".join(duel.names),
@@ -191,7 +190,7 @@ def rows(duel: Duel, counts_records: bool, has_memory: bool) -> Iterator[Row]:
 
 
 def full(scripts: dict[str, Outcome]) -> Table:
-    """Make a table of everything."""
+    """Make the table of all comparisons."""
     duels = [duel for outcome in scripts.values() for duel in outcome.duels]
     counts_records = any(duel.record_bytes for duel in duels)
     head = ("work", "contestants", "the first", "the second", "CPU time")
@@ -225,14 +224,14 @@ def medians(scripts: dict[str, Outcome]) -> Table:
 
 
 def verdicts(outcome: Outcome) -> list[tuple[Duel, Goal, str]]:
-    """Return the result of each goal."""
+    """Return each goal with its comparison and verdict."""
     return [
         (duel, goal, goal.verdict(duel)) for duel in outcome.duels for goal in duel.goals
     ]
 
 
 def summary(scripts: dict[str, Outcome]) -> Table:
-    """Make a table of how many goals each script has reached."""
+    """Make a table of how many goals each script reached."""
     found = []
     for name, outcome in scripts.items():
         judged = [verdict for _, _, verdict in verdicts(outcome)]
@@ -266,7 +265,7 @@ def missed(scripts: dict[str, Outcome]) -> Table:
 
 
 def conditions(scripts: dict[str, Outcome]) -> Table:
-    """Make a table of where, with what and how it was measured."""
+    """Make a table of the machine, the software and the options."""
     abouts = {name: outcome.machine for name, outcome in scripts.items() if outcome.machine}
     keys = dict.fromkeys(key for about in abouts.values() for key in about)
     found = []
@@ -285,7 +284,7 @@ def conditions(scripts: dict[str, Outcome]) -> Table:
 
 
 def shown(key: str, value: Any) -> str:
-    """Write a value of what was measured where."""
+    """Format a value of that table."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -293,7 +292,7 @@ def shown(key: str, value: Any) -> str:
     return size_name(value) if key == "size" else str(value)
 
 
-# The styles of tables, by their names in the documentation.
+# The styles of tables, by the names that the documentation uses.
 STYLES: dict[str, Callable[[dict[str, Outcome]], Table]] = {
     "all": full,
     "medians": medians,
@@ -310,12 +309,12 @@ def finish(
     left_out: list[str],
     path: Path | None,
 ) -> None:
-    """Report what a script has measured."""
+    """Print the results of a script, and write its JSON."""
     scripts = {script: Outcome(about, duels, left_out)}
     print(padded(conditions(scripts)))
     if about.get("huge pages for fio") is False:
-        print("\nfio had transparent huge pages alone (others need root), and is slower so")
-    print("\nmedian [minimum-maximum]; bench/README.md says how to read the table\n")
+        print("\nfio only had transparent huge pages, and is slower so (others need root)")
+    print("\nmedian [minimum-maximum]; bench/README.md explains the table\n")
     print(padded(full(scripts)), flush=True)
     if path is not None:
         raw = {

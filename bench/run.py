@@ -1,7 +1,8 @@
-"""Runs every benchmark at a size for 2 cores and 10 minutes, and keeps what they found.
+"""Runs every benchmark, sized for 2 cores and 10 minutes, and writes the results.
 
-One JSON file has it all.  A script that fails is recorded with its last words, the others
-go on, and the exit status is 1; one whose requirements are missing is left out and told of.
+One JSON file has all results.  If a script fails, the JSON has its last line of output, the
+others still run, and the exit status is 1.  A script whose requirements are missing is left
+out and reported.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from report import SCHEMA, Outcome, padded, summary
 __all__ = ["JOBS", "Job", "machine_name", "main", "run"]
 
 HERE = Path(__file__).resolve().parent
-# None takes a quarter of this unless something is wrong.
+# The time limit. No script takes a quarter of it unless something is wrong.
 LIMIT_S = 600
-# How long a script may take to clean up.
+# How long a script may take to clean up after that.
 GRACE_S = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """How a script is run.
+    """How to run a script.
 
     Attributes
     ----------
     options : str
-        So that all scripts together take less than 10 minutes on 2 cores.
+        Chosen so that all scripts together take less than 10 minutes on 2 cores.
     needs : tuple of str
-        Modules without which there is nothing to measure.
+        Modules without which the script cannot measure anything.
     on_disk : bool
-        Whether it works on files, and so takes ``--dir``.
+        Whether the script works on files, and so takes ``--dir``.
     """
 
     options: str
@@ -57,14 +58,14 @@ JOBS = {
     "offload": Job("--size 256M --rounds 3", ("torch",)),
     "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
     "dataloader": Job("--size 512M --rounds 3", ("torch",)),
-    # Compiles the op, which the next script compares its copies with.
+    # This compiles the op, which the next script uses.
     "deepspeed": Job("--size 256M --rounds 1 --processes 2", ("torch", "deepspeed")),
     "copy": Job("--largest 64M --rounds 4", ("torch",), on_disk=False),
 }
 
 
 def machine_name(folder: Path) -> str:
-    """Name a kind of machine: whether it is virtual, its processors, its file system."""
+    """Name a kind of machine by whether it is virtual, its processors and file system."""
     virtual = "hypervisor" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     file_system = str(machine(folder)["file system"]).partition(" ")[0]
     kind = "virtual" if virtual else "physical"
@@ -77,12 +78,12 @@ def say(words: str) -> None:
 
 
 def ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait for a script; one that takes too long is asked to clear up, then ended."""
+    """Wait for a script. If it takes too long, ask it to clean up, then end it."""
     try:
         process.wait(limit_s)
         return True
     except subprocess.TimeoutExpired:
-        # Its children too, because it may be waiting for them.
+        # End its children too, because it may be waiting for them.
         os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE_S)
@@ -93,11 +94,11 @@ def ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a script's standard error, without paths of the machine."""
+    """Return the last line of a script's standard error, without the machine's paths."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     if not lines:
-        return "it said nothing"
+        return "it printed nothing"
     return re.sub(r"(?<![\w.])/(?:[^\s'\":/]+/)+", "", lines[-1])
 
 
@@ -139,18 +140,20 @@ def outcome_of(name: str, folder: Path, quick: bool) -> dict[str, Any]:
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path(), help="for files of the run (.)")
-    words = "of the machine, in the name of the JSON (by its hardware)"
+    words = "folder for the files of the run (.)"
+    parser.add_argument("--dir", type=Path, default=Path(), help=words)
+    words = "name of the machine in the name of the JSON (made from its hardware)"
     parser.add_argument("--machine", metavar="NAME", help=words)
     folder = HERE / "results"
-    parser.add_argument("--results", type=Path, default=folder, help="where the JSON goes")
-    words = "these scripts alone"
+    parser.add_argument("--results", type=Path, default=folder, help="folder for the JSON")
+    words = "run only these scripts"
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), help=words)
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    words = "a short run, to see whether everything works"
+    parser.add_argument("--quick", action="store_true", help=words)
     options = parser.parse_args(given)
     options.machine = options.machine or machine_name(options.dir)
     if not re.fullmatch(r"[\w.+-]+", options.machine):
-        parser.error(f"--machine {options.machine!r} is no part of a file's name")
+        parser.error(f"--machine is {options.machine!r}; use only letters, digits and _.+-")
     return options
 
 
@@ -174,7 +177,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that the running script cleans up.
+    # SystemExit makes run() end the script, which then cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the contestants of bench_transfer.py share: a file, and memory."""
+"""The file and the memory that the contestants of bench_transfer.py share."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Ground:
     path : Path
         The file, written once and synced.
     file : nvmeio.File
-        The same, open for reading and writing, past the page cache.
+        The same file, open for reading and writing, past the page cache.
     descriptor : int
-        The same, open with O_DIRECT.
+        The same file, open with O_DIRECT.
     pool, ordinary : torch.Tensor
-        As many bytes as the file has, every page touched: from new_cpu_locked_tensor, and
-        as torch allocates them, in pages of 4 KiB.
+        As many bytes as the file has, with every page touched: from
+        new_cpu_locked_tensor, and allocated by torch, in pages of 4 KiB.
     """
 
     path: Path
@@ -54,7 +54,7 @@ def whole(
     buffer: torch.Tensor,
     passes: int = 1,
 ) -> Move:
-    """Return a turn that moves a buffer in one request, some times over."""
+    """Return a turn that moves a buffer in one request, several times."""
     submit = handle.submit_read if op == "read" else handle.submit_write
     return lambda: measured(
         lambda: sum(submit(buffer, ground.file).wait() for _ in range(passes))
@@ -64,7 +64,7 @@ def whole(
 def pieces(
     handle: nvmeio.Handle, ground: Ground, op: str, buffer: torch.Tensor, size: int
 ) -> Move:
-    """Return a turn that submits a request for each piece of a buffer, and then waits."""
+    """Return a turn that submits a request for each piece of a buffer, then waits."""
     submit = handle.submit_read if op == "read" else handle.submit_write
     views = list(enumerate(buffer.split(size)))
 
@@ -76,7 +76,7 @@ def pieces(
 
 
 def scattered(read: Callable[[int], Any], ground: Ground, count: int, size: int) -> Move:
-    """Return a turn of synchronous reads at random places; `read` takes the offset."""
+    """Return a turn of synchronous reads at random offsets, by `read(offset)`."""
     generator = random.Random()
     last = ground.pool.nbytes // size - 1
 
@@ -94,12 +94,12 @@ def scattered(read: Callable[[int], Any], ground: Ground, count: int, size: int)
 
 
 def small_pages(nbytes: int) -> torch.Tensor:
-    """Return an ordinary tensor in pages of 4 KiB, every one touched."""
+    """Return an ordinary tensor in pages of 4 KiB, all touched."""
     tensor = torch.empty(nbytes, dtype=torch.uint8)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (tensor.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        # torch does not ask for huge pages, but a system may use them for all memory.
+        # torch does not ask for huge pages, but some systems use them for all memory.
         libc = ctypes.CDLL(None)
         size = ctypes.c_size_t(last - first)
         libc.madvise(ctypes.c_void_p(first), size, mmap.MADV_NOHUGEPAGE)
@@ -108,7 +108,7 @@ def small_pages(nbytes: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def ground(folder: Path, size: int) -> Iterator[Ground]:
-    """Make the file and the memory, and clear up."""
+    """Make the file and the memory, and remove the file on exit."""
     with contextlib.ExitStack() as stack:
         inside = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)

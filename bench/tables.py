@@ -1,10 +1,10 @@
 """Fills the tables of measurements in the documentation from the committed JSON.
 
-A table stands between ``<!-- table: STYLE of SCRIPT from FILE -->`` and ``<!-- end -->``.
-STYLE is a key of `report.STYLES`, SCRIPT the name of one, such as gather, or all; FILE is
-in bench/results, or "latest", the newest that `make bench` has written.  "where REGEX"
-before the end of the comment picks works.  ``--check`` changes nothing: it shows what
-differs, and exits with 1 if anything does.
+A table is between ``<!-- table: STYLE of SCRIPT from FILE -->`` and ``<!-- end -->``.
+STYLE is a key of `report.STYLES`.  SCRIPT is the name of a script, such as gather, or all.
+FILE is in bench/results, or "latest" for the newest that `make bench` has written.
+"where REGEX" at the end of the comment selects comparisons by their work.  ``--check``
+changes nothing: it shows the differences, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGION = re.compile(
 
 
 def latest(results: Path) -> Path:
-    """Return the newest file that has all scripts; their names begin with the date."""
+    """Return the newest file that has all scripts, by the date in its name."""
     for path in sorted(results.glob("????-??-??-*.json"), reverse=True):
         if "scripts" in json.loads(path.read_text(encoding="utf-8")):
             return path
@@ -41,7 +41,7 @@ def latest(results: Path) -> Path:
 
 
 def compact(table: Table) -> str:
-    """Write a table as Markdown, without padding, so that a new figure changes its row."""
+    """Format a table as Markdown. Without padding, a new figure only changes its row."""
     head, rows = table
     if not rows:
         return "None.\n"
@@ -50,13 +50,13 @@ def compact(table: Table) -> str:
 
 
 def picked(outcome: Outcome, pattern: str) -> Outcome:
-    """Return the works that a pattern matches."""
+    """Return the results whose work matches a pattern."""
     duels = [duel for duel in outcome.duels if re.search(pattern, duel.work)]
     return dataclasses.replace(outcome, duels=duels)
 
 
 def filled(text: str, results: Path) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with its tables filled again."""
 
     def made(region: re.Match[str]) -> str:
         name = region["file"]
@@ -74,7 +74,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def pages(root: Path) -> Iterator[Path]:
-    """Give the pages that have tables."""
+    """Yield the pages that have tables."""
     for pattern in PAGES:
         for path in sorted(root.glob(pattern)):
             if REGION.search(path.read_text(encoding="utf-8")):
@@ -82,11 +82,11 @@ def pages(root: Path) -> Iterator[Path]:
 
 
 def main(given: list[str] | None = None, root: Path = ROOT) -> int:
-    """Fill the tables, or compare; return the exit status."""
+    """Fill the tables, or check them, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="compare, and change nothing")
+    parser.add_argument("--check", action="store_true", help="only show what would change")
     check = parser.parse_args(given).check
     differs = False
     for path in pages(root):
@@ -101,7 +101,7 @@ def main(given: list[str] | None = None, root: Path = ROOT) -> int:
             sys.stdout.writelines(difflib.unified_diff(*lines, name, f"{name}, made anew"))
         else:
             path.write_text(after, encoding="utf-8")
-            print(f"tables: {name} is filled", file=sys.stderr)
+            print(f"tables: updated {name}", file=sys.stderr)
     return int(check and differs)
 
 

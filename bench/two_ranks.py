@@ -1,6 +1,6 @@
 """Rows of torch.distributed.checkpoint: two ranks save and load, by nvmeio and by torch.
 
-Run as a program it is one of the ranks, which works when it is asked to.
+Run as a program, this is one of the ranks, which carries out commands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAVES = (
 
 
 class Ranks:
-    """Two processes of one group."""
+    """Two processes that form one group."""
 
     def __init__(self, folder: Path, size: int) -> None:
         count = max(1, size // TENSOR_BYTES)
@@ -49,7 +49,7 @@ class Ranks:
         ]
 
     def run(self, nbytes: int, **job: Any) -> Sample:
-        """Run a command in all ranks. Returns the time of the slowest, and the sum."""
+        """Run a command in all ranks. Return the slowest time, and sums of the rest."""
         for process in self._processes:
             assert process.stdin is not None
             print(json.dumps(job), file=process.stdin, flush=True)
@@ -58,14 +58,14 @@ class Ranks:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"a rank has ended over {job}")
+                raise RuntimeError(f"a rank ended during {job}")
             answers.append(json.loads(line))
         seconds = max(answer["seconds"] for answer in answers)
         cpu = sum(answer["cpu"] for answer in answers)
         return Sample(nbytes, seconds, cpu, sum(answer["device"] for answer in answers))
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -74,7 +74,7 @@ class Ranks:
 
 
 def rank_duels(folder: Path, size: int, stack: contextlib.ExitStack) -> Iterator[Duel]:
-    """Pair nvmeio's writer and reader with torch's, at two ranks over gloo."""
+    """Compare nvmeio's writer and reader with torch's, at two ranks over gloo."""
     ranks = Ranks(folder, size)
     stack.callback(ranks.close)
     whole = ranks.nbytes
@@ -154,7 +154,7 @@ def main() -> None:
                 for path in folder.iterdir():
                     forget_cached(path)
         elif rank == 0:
-            # Each turn begins without files.
+            # Each turn begins without the files.
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         device, cpu, begin = device_bytes(), time.process_time(), time.perf_counter()
@@ -164,7 +164,7 @@ def main() -> None:
         if job["do"] == "load":
             for number, tensor in enumerate(states[job["dim"]].values()):
                 if not bool((tensor.to_local() == number).all()):
-                    raise RuntimeError(f"{job} has given other numbers")
+                    raise RuntimeError(f"{job} returned wrong numbers")
         answer = {"seconds": seconds, "cpu": cpu, "device": device}
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A child process that trains with DeepSpeed's ZeRO-3, its optimizer on the drive.
+"""A child process that trains with DeepSpeed's ZeRO-3, with its optimizer on the drive.
 
-Its op async_io is compiled when it starts.  It takes a step when it is asked to, and
-answers with what that took.
+DeepSpeed compiles its op async_io when the child starts.  The child makes a step when
+asked, and answers with the time and the bytes that it took.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from peers import Peers
 
 __all__ = ["ZeroChild", "zero_child"]
 
-# The words of its answers: it prints others too.
+# Marks the child's answers, because DeepSpeed prints other lines too.
 MARK = "step took "
 COUNT = 32
 
 
 class ZeroChild:
-    """The child, which works only when it is asked to."""
+    """The child process, which makes a step when asked."""
 
     def __init__(self, folder: Path, size: int) -> None:
         words = [sys.executable, __file__, str(folder), str(size)]
@@ -36,11 +36,11 @@ class ZeroChild:
             text=True,
             env={**os.environ, "DS_ACCELERATOR": "cpu"},
         )
-        # It compiles, and its first step allocates.
+        # Wait until DeepSpeed has compiled its op, and allocated memory in the first step.
         self.step()
 
     def step(self) -> Sample:
-        """Have it take a step."""
+        """Make the child take a step."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -48,7 +48,7 @@ class ZeroChild:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return Sample(**json.loads(line.removeprefix(MARK)))
-        raise RuntimeError("DeepSpeed's ZeRO-3 does not train here")
+        raise RuntimeError("DeepSpeed's ZeRO-3 cannot train on this machine")
 
     def close(self) -> None:
         """End the child."""
@@ -61,7 +61,7 @@ class ZeroChild:
 def zero_child(
     folder: Path, size: int, peers: Peers, stack: contextlib.ExitStack
 ) -> ZeroChild | None:
-    """Start the child; None where DeepSpeed is missing or does not train here."""
+    """Start the child. Yields None if DeepSpeed is missing or cannot train here."""
     if peers.module("deepspeed") is None:
         return None
     try:
@@ -74,7 +74,7 @@ def zero_child(
 
 
 def main() -> None:
-    """Be the child: AdamW's states have so many bytes."""
+    """Run as the child, whose AdamW has the given size of states."""
     import deepspeed
     import torch
 
@@ -85,13 +85,13 @@ def main() -> None:
     side = int((size / 8 / COUNT) ** 0.5) // 8 * 8
     layers = [torch.nn.Linear(side, side, bias=False) for _ in range(COUNT)]
     model = torch.nn.Sequential(*layers)
-    # Of what was tried the fastest: with 8 buffers it ran out of them, and without the
-    # pipeline a step took 1.5 times as long.
+    # The fastest of the settings that were tried. With 8 buffers, it ran out of them;
+    # without the pipeline, a step took 1.5 times as long.
     offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 16}
     offload |= {"pin_memory": False, "pipeline_read": True, "pipeline_write": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        # It stays as it is: where numbers overflow, DeepSpeed leaves the step out.
+        # The scale stays as it is: if numbers overflow, DeepSpeed skips the step.
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-12}},
         "zero_optimization": {
             "stage": 3,

@@ -1,7 +1,7 @@
 """Shows what nvmeio does: the machine, a round trip of tensors, training off the disk.
 
-Everything happens in a temporary folder that is removed in the end, also after Ctrl-C.  The
-exit status is 0 only if every byte came back as it was.
+All files are in a temporary folder, which is removed at the end, also after Ctrl-C.  The
+exit status is 0 only if every byte came back unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 3
 EPOCHS = 4
 BATCH = 64
 
-# The tensors' shares of the bytes. The last tensor gets the rest.
+# Dtypes of the tensors, and their shares of the bytes. The last tensor gets the rest.
 SHARES = (
     (torch.float32, 0.41),
     (torch.bfloat16, 0.23),
@@ -42,7 +42,7 @@ SHARES = (
 
 
 def line(name: str, words: str) -> None:
-    """Print one finding."""
+    """Print one line of results."""
     print(f"   {name:<20} {words}", flush=True)
 
 
@@ -75,7 +75,7 @@ def show_machine(folder: Path) -> None:
 
 
 def make_tensors(size: int) -> list[torch.Tensor]:
-    """Make ordinary tensors of odd sizes and several dtypes, of `size` bytes in all."""
+    """Make ordinary tensors of odd sizes and several dtypes, with `size` bytes in total."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     left = size
@@ -94,7 +94,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write tensors one behind the other, and make the file durable."""
+    """Write tensors one after the other, and make the file durable."""
     offset = 0
     with (
         nvmeio.Handle() as handle,
@@ -110,7 +110,7 @@ def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
 
 
 def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Read tensors that lie one behind the other."""
+    """Read tensors that are stored one after the other."""
     offset = 0
     with nvmeio.Handle() as handle, nvmeio.File(path) as file:
         requests = []
@@ -123,7 +123,7 @@ def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 def write_with_numpy(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write tensors one behind the other, and make the file durable."""
+    """Write tensors one after the other, and make the file durable."""
     with open(path, "wb") as file:
         for tensor in tensors:
             as_bytes(tensor).numpy().tofile(file)
@@ -132,7 +132,7 @@ def write_with_numpy(path: Path, tensors: list[torch.Tensor]) -> None:
 
 
 def read_with_numpy(path: Path, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Read tensors that lie one behind the other, into new memory."""
+    """Read tensors that are stored one after the other, into new memory."""
     with open(path, "rb") as file:
         arrays = [np.fromfile(file, np.uint8, tensor.nbytes) for tensor in like]
     return [
@@ -142,7 +142,7 @@ def read_with_numpy(path: Path, like: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def forget(path: Path) -> None:
-    """Make a file durable and take it out of the page cache."""
+    """Make a file durable, and drop it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,21 +152,21 @@ def forget(path: Path) -> None:
 
 
 def delivered_bytes() -> int:
-    """Return what the device has delivered to this process."""
+    """Return how many bytes the device has delivered to this process."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(text.split(": ") for text in lines)["read_bytes"])
 
 
 @dataclasses.dataclass
 class Side:
-    """One way to write and read tensors, and what it took.
+    """One way to write and read tensors, and its figures.
 
     Attributes
     ----------
     name : str
-        What it is called.
+        Its name in the output.
     write, read : callable
-        Take the file and the tensors; `read` returns those that it has filled.
+        Functions of the file and the tensors.  `read` returns the tensors that it filled.
     write_seconds, read_seconds : list of float
         How long each round took.
     delivered : list of int
@@ -181,13 +181,13 @@ class Side:
     delivered: list[int] = dataclasses.field(default_factory=list)
 
     def timed_write(self, path: Path, tensors: list[torch.Tensor]) -> None:
-        """Write, and note how long it took."""
+        """Write, and record the time."""
         begin = time.perf_counter()
         self.write(path, tensors)
         self.write_seconds.append(time.perf_counter() - begin)
 
     def timed_read(self, path: Path, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Read, and note how long it took and what the device did."""
+        """Read, and record the time and the bytes that the device delivered."""
         device = delivered_bytes()
         begin = time.perf_counter()
         found = self.read(path, tensors)
@@ -203,7 +203,7 @@ class Side:
 
 
 def speeds(size: int, seconds: list[float]) -> str:
-    """Write the median, minimum and maximum of the speeds."""
+    """Format the median, minimum and maximum of the speeds."""
     median, low, high = (
         size / value / 1e9
         for value in (statistics.median(seconds), max(seconds), min(seconds))
@@ -220,7 +220,7 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def round_trip(folder: Path, size: int) -> bool:
-    """Move tensors to disk and back. Each side reads what the other wrote."""
+    """Write tensors to disk and read them back. Each side reads what the other wrote."""
     print(f"\n2. A round trip of {size} bytes in ordinary torch tensors")
     tensors = make_tensors(size)
     for tensor in tensors:
@@ -249,10 +249,10 @@ def round_trip(folder: Path, size: int) -> bool:
 
 
 class SwappedState:
-    """The state of an optimizer, on disk between its steps, as DeepSpeed's swapper has it.
+    """The state of an optimizer, on disk between its steps, as in DeepSpeed's swapper.
 
-    Its tensors become views of locked memory, which is filled from the files before a step,
-    and written to them and made useless after it.
+    Its tensors become views of locked memory.  Before a step, that memory is read from the
+    files; after it, it is written to the files and overwritten.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -302,18 +302,18 @@ class SwappedState:
 
 @dataclasses.dataclass
 class Trained:
-    """What training ended with.
+    """The result of training.
 
     Attributes
     ----------
     parameters : list of torch.Tensor
-        The model.
+        The parameters of the model.
     steps : int
-        How many were done.
+        The number of steps.
     accuracy : float
-        On the digits that were not trained on, from 0 to 1.
+        The share of right answers for digits that were not trained on, from 0 to 1.
     swapped : int
-        How many bytes of state went to disk and back, both ways together.
+        The bytes of state that were written and read, together.
     """
 
     parameters: list[torch.Tensor]
@@ -323,7 +323,7 @@ class Trained:
 
 
 def train(folder: Path | None) -> Trained:
-    """Train a classifier of digits; with a folder, Adam's state is there between steps."""
+    """Train a classifier of digits. With a folder, Adam's state is there between steps."""
     images, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(images / 16).float()
     targets = torch.from_numpy(labels)
@@ -360,12 +360,12 @@ def train(folder: Path | None) -> Trained:
 
 
 def training(folder: Path) -> bool:
-    """Train in memory and with the state on disk, and compare what comes of it."""
+    """Train in memory and with the state on disk, and compare the parameters."""
     print("\n3. Training on scikit-learn's digits, Adam's state on disk between steps")
     threads = torch.get_num_threads()
-    # With two threads on a busy machine, torch's first steps in a process sometimes
-    # differ in their last bits from those of other processes (1 training in memory of
-    # 60; torch 2.13.0, 2026-11-22).
+    # With two threads on a busy machine, the first steps of torch in a process sometimes
+    # differ in the last bits from those in other processes (in 1 of 60 trainings in
+    # memory; torch 2.13.0, 2026-11-22).
     torch.set_num_threads(1)
     try:
         expected = train(None)
@@ -381,7 +381,7 @@ def training(folder: Path) -> bool:
 
 
 def size_of(text: str) -> int:
-    """Read a size in bytes, such as 64M or 1G."""
+    """Parse a size such as 64M or 1G."""
     factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     size = int(text if factor == 1 else text[:-1]) * factor
     if size < MIB:
@@ -390,17 +390,17 @@ def size_of(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all parts in a temporary folder; return the exit status."""
+    """Run all parts in a temporary folder, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "folder",
         type=Path,
         nargs="?",
         default=Path(),
-        help="where the temporary folder is made (the current one)",
+        help="folder in which to make the temporary folder (the current one)",
     )
     parser.add_argument(
-        "--size", type=size_of, default=1 << 30, help="of the round trip (1G)"
+        "--size", type=size_of, default=1 << 30, help="size of the round trip (1G)"
     )
     options = parser.parse_args(arguments)
     stopped: list[int] = []
@@ -409,7 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    # So that `kill` removes the folder too.
+    # Handle SIGTERM as well, so that `kill` removes the folder too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     print(f"nvmeio {nvmeio.__version__}, torch {torch.__version__}, numpy {np.__version__}")

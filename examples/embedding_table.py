@@ -1,11 +1,11 @@
 """Trains an embedding table that stays on disk, from two processes at once.
 
-Table and states of the optimizer are files with a row for each id.  Each step has a batch
-of ids, of which one process owns the even ones and the other the odd ones.  A process reads
-the rows of its ids, has torch compute their sparse gradient and torch.optim.SparseAdam
-update them, and writes them back.  The same is trained in memory, and must end the same to
-the last bit.  Everything happens in a temporary folder that is removed in the end.  The
-exit status is 0 only if both are equal.
+The table and the states of the optimizer are files with one row per id.  Each step has a
+batch of ids.  One process owns the even ids, and the other one the odd ids.  A process
+reads the rows of its ids, computes their sparse gradient with torch, updates them with
+torch.optim.SparseAdam, and writes them back.  Training the same table in memory must give
+the same result to the last bit.  All files are in a temporary folder, which is removed at
+the end.  The exit status is 0 only if both results are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROCESSES = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATES = ("exp_avg", "exp_avg_sq")
 FILES = ("table", *STATES)
-# Rows per part, when they are made and compared.
+# Rows per part, when files are made and compared.
 CHUNK = 1 << 14
 # How long a process waits for the others, in seconds.
 TIMEOUT = 300
@@ -41,7 +41,7 @@ def chunks(count: int) -> Iterator[slice]:
 
 
 def initial(rows: slice, options: argparse.Namespace) -> torch.Tensor:
-    """Return rows of the table as they were before the first step."""
+    """Return rows of the table as they are before the first step."""
     generator = torch.Generator().manual_seed(rows.start)
     values = torch.randn(rows.stop - rows.start, options.width, generator=generator)
     return values.to(DTYPES[options.dtype])
@@ -60,7 +60,7 @@ def create(folder: Path, options: argparse.Namespace) -> None:
 def batch(
     step: int, process: int, options: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a process's ids of a step, some more than once, and a target for each."""
+    """Return a process's ids for a step, some of them repeated, and a target for each."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(options.rows, (options.batch,), generator=generator)
     targets = torch.rand(options.batch, 1, generator=generator)
@@ -74,7 +74,7 @@ def learn(
     ids: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:
-    """Do one step for the rows of a table that ids name."""
+    """Do one step for the rows of a table that have these ids."""
     optimizer.zero_grad()
     found = torch.nn.functional.embedding(ids, table, sparse=True)
     (found - targets.to(found.dtype)).square().sum().backward()
@@ -100,8 +100,8 @@ def train_on_disk(
         for step in range(options.steps):
             named, targets = batch(step, process, options)
             ids, places = named.unique(return_inverse=True)
-            # All three files at once. An id may come again in the next step, so reading
-            # begins when the last step's writes are done.
+            # Read all three files at once. An id of the last step may come again, so
+            # reading begins after the writes of that step.
             reads = [file.prefetch(ids, after=writes) for file in files]
             rows, *states = (read.result() for read in reads)
             table = torch.nn.Parameter(rows)
@@ -135,11 +135,11 @@ def wait_for_all(workers: list[Any], barrier: Any) -> list[int]:
 
 
 def train_in_memory(options: argparse.Namespace) -> list[torch.Tensor]:
-    """Train the same in memory; return the table and the states."""
+    """Train the same table in memory, and return it and the states."""
     torch.set_num_threads(1)
     rows = torch.cat([initial(part, options) for part in chunks(options.rows)])
     table = torch.nn.Parameter(rows)
-    # One per process, so that each counts its own steps.
+    # One optimizer per process, because each process counts its own steps.
     optimizers = [
         torch.optim.SparseAdam([table], lr=options.rate) for _ in range(PROCESSES)
     ]
@@ -147,12 +147,12 @@ def train_in_memory(options: argparse.Namespace) -> list[torch.Tensor]:
         for process, optimizer in enumerate(optimizers):
             learn(optimizer, table, *batch(step, process, options))
     states = [optimizer.state[table] for optimizer in optimizers]
-    # What one process has updated is zero in the state of the other.
+    # The rows that one process updates stay zero in the state of the other.
     return [table.detach(), *(sum(state[name] for state in states) for name in STATES)]
 
 
 def differing(folder: Path, expected: list[torch.Tensor]) -> int:
-    """Count the rows of all files that are not those in memory, to the last bit."""
+    """Return how many rows of all files differ from those in memory, in any bit."""
     count = 0
     for name, wanted in zip(FILES, expected, strict=True):
         with nvmeio.ArrayFile(folder / f"{name}.npy", dtype=wanted.dtype) as file:
@@ -165,12 +165,16 @@ def differing(folder: Path, expected: list[torch.Tensor]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Train on disk and in memory, compare, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=50_000, help="of the table (50000)")
-    parser.add_argument("--width", type=int, default=64, help="of a row (64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(bfloat16)")
-    parser.add_argument("--batch", type=int, default=2048, help="ids in a step (2048)")
-    parser.add_argument("--steps", type=int, default=20, help="how many (20)")
-    parser.add_argument("--rate", type=float, default=0.05, help="of learning (0.05)")
+    parser.add_argument(
+        "--rows", type=int, default=50_000, help="rows of the table (50000)"
+    )
+    parser.add_argument("--width", type=int, default=64, help="elements of a row (64)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of an element (bfloat16)"
+    )
+    parser.add_argument("--batch", type=int, default=2048, help="ids per step (2048)")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (20)")
+    parser.add_argument("--rate", type=float, default=0.05, help="learning rate (0.05)")
     options = parser.parse_args(arguments)
     for name in ("rows", "width", "batch", "steps"):
         if getattr(options, name) < 1:

@@ -1,10 +1,10 @@
 """Answers requests for rows of a feature file over a socket, in one event loop.
 
 The script starts the service and some clients, which together ask 2,000 times for rows.
-Some clients give up before they have an answer, and for some requests the service runs out
-of time; both cancel what is being read.  Everything happens in a temporary folder that is
-removed in the end.  The exit status is 0 only if every row was the right one, nothing
-stayed in flight, and neither memory nor descriptors are left.
+Some requests are cancelled by the client, and some time out in the service; both cancel the
+reads.  All files are in a temporary folder, which is removed at the end.  The exit status
+is 0 only if every row was the right one, nothing stayed in flight, and neither memory nor
+descriptors leaked.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CLIENTS = 4
 AT_ONCE = 16
 PATIENCE_S = 30.0
 
-# From a client: a number of its choice, the kind of request, its timeout in seconds,
-# and how many row numbers (int64) follow. To the client: the same number, the result,
-# and how many bytes follow.
+# A request has a number that the client chooses, its kind, the timeout in seconds, and how
+# many row numbers (int64) follow. An answer has the same number, the result, and how many
+# bytes follow.
 ASKED = struct.Struct("<IBdI")
 ANSWERED = struct.Struct("<IBI")
 ASK, DROP = range(2)
@@ -51,7 +51,7 @@ Features = npt.NDArray[np.float32]
 
 
 async def build(path: Path, count: int) -> None:
-    """Make a file of random features. The first one is the row's number."""
+    """Make a file of random features. The first feature of a row is its number."""
     generator = np.random.default_rng(0)
     with nvmeio.ArrayFile.create(path, (count, WIDTH), "f4") as features:
         for begin in range(0, count, CHUNK):
@@ -63,7 +63,7 @@ async def build(path: Path, count: int) -> None:
 
 
 class Service:
-    """Answers clients, many requests of each at once."""
+    """Answers clients, many requests of each client at once."""
 
     def __init__(self, features: nvmeio.ArrayFile) -> None:
         self.features = features
@@ -72,7 +72,7 @@ class Service:
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one client until it hangs up."""
+        """Answer one client until it disconnects."""
         self.connections.append(asyncio.current_task())
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
@@ -89,7 +89,7 @@ class Service:
                 tasks[number] = task
                 task.add_done_callback(lambda _, number=number: tasks.pop(number))
         except asyncio.IncompleteReadError:
-            # The client has hung up and needs no more answers.
+            # The client has disconnected and needs no more answers.
             for task in tasks.values():
                 task.cancel()
         finally:
@@ -102,7 +102,7 @@ class Service:
         """Answer one request, unless it is cancelled."""
         status, data = REFUSED, b""
         try:
-            # Also after a timeout, this ends only when nothing writes to the memory any
+            # Even after a timeout, this only ends when nothing writes to the memory any
             # more.
             request = self.features.prefetch(rows)
             found = await asyncio.wait_for(request.as_coroutine(), seconds)
@@ -116,7 +116,7 @@ class Service:
 
 
 class Client:
-    """Asks a service, many times at once."""
+    """Sends many requests to a service at once."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -124,19 +124,19 @@ class Client:
         self.waiting: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
 
     async def listen(self) -> None:
-        """Hand out answers until the service hangs up."""
+        """Pass on answers until the service disconnects."""
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await self.reader.readexactly(ANSWERED.size)
                 number, status, nbytes = ANSWERED.unpack(head)
                 data = await self.reader.readexactly(nbytes)
-                # An answer to a request that was cancelled too late.
+                # An answer may still come to a request that has just been cancelled.
                 future = self.waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result((status, data))
 
     async def ask(self, rows: Rows, seconds: float) -> tuple[int, Features]:
-        """Return what became of a request, and the rows."""
+        """Ask for rows, and return the result and the rows."""
         number = next(self.numbers)
         future = asyncio.get_running_loop().create_future()
         self.waiting[number] = future
@@ -152,7 +152,7 @@ class Client:
 
 
 class Trial:
-    """What the clients ask, and the answers."""
+    """The clients' requests, and the answers."""
 
     def __init__(self, count: int, rows: int) -> None:
         self.count, self.rows = count, rows
@@ -162,7 +162,7 @@ class Trial:
         self.wrong = 0
 
     async def ask(self, client: Client, index: int) -> None:
-        """Ask once; each tenth is cancelled, each twentieth wants much in no time."""
+        """Ask once. One in 10 is cancelled; one in 20 is too large for its timeout."""
         is_large = index % 20 == 5
         count = 64 * self.rows if is_large else self.rows
         rows = np.array(self.random.choices(range(self.count), k=count), np.int64)
@@ -186,7 +186,7 @@ class Trial:
         self.wrong += not right
 
     async def run(self, host: str, port: int, requests: int) -> None:
-        """Have each client send several requests at once."""
+        """Start the clients, each of which sends several requests at once."""
         indices = iter(range(requests))
 
         async def ask_on(client: Client) -> None:
@@ -237,9 +237,13 @@ def in_use() -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> int:
     """Build the file, serve it, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200_000, help="rows (200000)")
-    parser.add_argument("--requests", type=int, default=2000, help="how many (2000)")
-    parser.add_argument("--rows", type=int, default=64, help="of each request (64)")
+    parser.add_argument(
+        "--count", type=int, default=200_000, help="rows of the file (200000)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=2000, help="number of requests (2000)"
+    )
+    parser.add_argument("--rows", type=int, default=64, help="rows per request (64)")
     options = parser.parse_args(arguments)
     for name in ("count", "requests", "rows"):
         if getattr(options, name) < 1:

@@ -1,9 +1,9 @@
 """Trains a small graph network on features that do not fit into memory.
 
-The process limits its own memory first.  Features and edges are files, built in parts;
-each step gathers the neighbours of some nodes, and then the features of these.  Everything
-happens in a temporary folder that is removed in the end.  The exit status is 0 only if the
-features do not fit and every row was the right one.
+The process first limits its own memory.  Features and edges are files, which are built in
+parts.  Each step gathers the neighbours of some nodes, and then the features of all of
+them.  All files are in a temporary folder, which is removed at the end.  The exit status is
+0 only if the features do not fit into memory and every row was the right one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def chunks(count: int) -> Iterator[slice]:
 
 
 def build(folder: Path, nodes: int) -> tuple[nvmeio.ArrayFile, nvmeio.ArrayFile]:
-    """Make the files: of random features, and of random neighbours of each node."""
+    """Make the files: random features, and random neighbours of each node."""
     generator = np.random.default_rng(0)
     features = nvmeio.ArrayFile.create(folder / "features.npy", (nodes, WIDTH), "f4")
     edges = nvmeio.ArrayFile.create(folder / "edges.npy", (nodes, DEGREE), "i4")
@@ -67,7 +67,7 @@ def build(folder: Path, nodes: int) -> tuple[nvmeio.ArrayFile, nvmeio.ArrayFile]
 
 
 def does_not_fit(path: Path) -> bool:
-    """Tell whether numpy has no memory for all of a file."""
+    """Return whether numpy runs out of memory when it loads a file."""
     try:
         np.load(path)
     except MemoryError:
@@ -76,7 +76,7 @@ def does_not_fit(path: Path) -> bool:
 
 
 class Layer(torch.nn.Module):
-    """A node's own features and the mean of its neighbours', mixed."""
+    """Combines a node's features with the mean of its neighbours' features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Layer(torch.nn.Module):
 
 
 def train(features: nvmeio.ArrayFile, edges: nvmeio.ArrayFile, steps: int) -> bool:
-    """Train for some steps; return whether all rows were the right ones."""
+    """Train for some steps, and return whether all rows were the right ones."""
     torch.manual_seed(0)
     layer = Layer()
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
@@ -123,17 +123,21 @@ def train(features: nvmeio.ArrayFile, edges: nvmeio.ArrayFile, steps: int) -> bo
 def main(arguments: list[str] | None = None) -> int:
     """Build the files, train, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, default=1 << 20, help="how many (1048576)")
-    parser.add_argument("--memory", type=int, default=128, help="MiB to add (128)")
-    parser.add_argument("--steps", type=int, default=200, help="how many (200)")
+    parser.add_argument(
+        "--nodes", type=int, default=1 << 20, help="nodes of the graph (1048576)"
+    )
+    parser.add_argument(
+        "--memory", type=int, default=128, help="MiB to allow beyond the present use (128)"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="number of steps (200)")
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; at least one is needed")
     # Stacks of threads count towards the limit, and machines may have many processors.
     torch.set_num_threads(1)
-    # torch imports modules with its first optimizer. They should not count either.
+    # torch imports modules for its first optimizer. They should not count either.
     torch.optim.Adam([torch.zeros(1)])
-    # Removing the folder takes memory, so the limit ends before that.
+    # Removing the folder needs memory, so the limit ends before that.
     with (
         tempfile.TemporaryDirectory(prefix="nvmeio-graph-", dir=".") as folder,
         limited_memory(options.memory * MIB),

@@ -1,11 +1,12 @@
-"""Trains a model with accelerate, whose checkpoints appear whole or not at all.
+"""Trains a model with accelerate, with checkpoints that appear whole or not at all.
 
     python examples/train_accelerate.py --folder run --steps 20
 
-``nvmeio.safetensors.install()`` has accelerate write and read its model files by nvmeio,
-and ``atomic_directory`` gives the folder of a checkpoint its name when all of it is on the
-device.  Started again with the same folder it goes on from the newest checkpoint, and ends
-the same to the last bit; a checksum of the parameters is printed.
+After ``nvmeio.safetensors.install()``, accelerate writes and reads its model files through
+nvmeio.  ``atomic_directory`` gives the folder of a checkpoint its name only when all of it
+is on the device.  If you start the program again with the same folder, it continues from
+the newest checkpoint, and the parameters end the same to the last bit.  It prints their
+checksum.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WIDTH, BATCH, EVERY = 128, 32, 5
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return the data of a step, which depends on its number alone."""
+    """Return the data of a step, which only depends on its number."""
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
@@ -38,8 +39,12 @@ def newest(folder: Path) -> int:
 def main() -> None:
     """Train, save, and report the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
-    parser.add_argument("--steps", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for the checkpoints"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="number of steps (default: 20)"
+    )
     options = parser.parse_args()
     nvmeio.safetensors.install()
     torch.manual_seed(1)

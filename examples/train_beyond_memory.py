@@ -1,13 +1,13 @@
-"""Trains a transformer in less memory than it takes, with the rest of it on a drive.
+"""Trains a transformer in less memory than it needs, with the rest of it on a drive.
 
-The text is what ships with Python and Debian.  The same training runs twice: as an ordinary
-loop, and with optimizer states and activations on the drive.  Each run is a process of its
-own in a control group, whose memory limit kills the first one; that takes root.  Without a
-group both run to their end, and must have the same losses.
+The text is the sources and licences that come with Python and Debian.  The same training
+runs twice: as an ordinary loop, and with optimizer states and activations on the drive.
+Each run is a separate process in a control group, whose memory limit kills the first one.
+Control groups need root.  Without them, both runs go to the end.
 
-Everything happens in a temporary folder that is removed in the end, also after Ctrl-C.  The
-exit status is 0 only if the limit has killed the ordinary loop, and not the other one; or
-without a limit, if the losses are the same to the last digit.
+All files are in a temporary folder, which is removed at the end, also after Ctrl-C.  The
+exit status is 0 only if the limit kills the ordinary loop and not the other one.  Without a
+limit, it is 0 only if the losses of both are the same to the last digit.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MIB = 1 << 20
 # A token is a byte of the text.
 VOCABULARY = 256
 SAMPLED_EVERY_S = 0.02
-# glibc raises this threshold by itself to 32 MiB, and keeps freed tensors below it in its
-# heap: with 4 layers 180 MiB of them, in either loop (glibc 2.36, 2026-11-25).
-# Threads of torch that spin would take the time of other processes.
+# By itself, glibc raises this threshold to 32 MiB, and keeps smaller freed tensors in its
+# heap: 180 MiB of them with 4 layers, in either loop (glibc 2.36, 2026-11-25).
+# Threads of torch that spin would take CPU time from other processes.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "OMP_WAIT_POLICY": "passive"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ORDINARY, BEYOND = "ordinary", "beyond memory"
@@ -54,17 +54,18 @@ class Preset:
     Attributes
     ----------
     width, layers, heads : int
-        Of the transformer.
+        The size of the transformer.
     block, batch : int
-        How many tokens a sample has, and samples a batch.
+        Tokens per sample, and samples per batch.
     steps : int
-        How many there are if nothing else is said.
+        The default number of steps.
     threads : int
-        Of torch; 0 for as many as it likes.  With one thread losses are exact.
+        Threads of torch; 0 for its default.  With one thread, losses are exact.
     states, activations : int
-        What each may have of memory, in MiB.
+        Memory for each of the two, in MiB.
     room : int
-        What the limit leaves beside those two, parameters, gradients and Python, in MiB.
+        Memory within the limit for everything but those two, the parameters, the gradients
+        and Python, in MiB.
     """
 
     width: int
@@ -86,15 +87,15 @@ PRESETS = {
 
 
 def line(name: str, words: str) -> None:
-    """Print one finding."""
+    """Print one line of results."""
     print(f"   {name:<14} {words}", flush=True)
 
 
-# Training, in a process of its own.
+# The training, which runs in a separate process.
 
 
 def write_text(path: Path) -> int:
-    """Write Python's sources, or else licences, as an array; return the bytes."""
+    """Write Python's sources and licences as an array, and return its bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     found = sorted(library.glob("*.py"))
     found += [
@@ -115,7 +116,7 @@ def write_text(path: Path) -> int:
 
 
 class Model(torch.nn.Module):
-    """Predicts each next byte from those before it."""
+    """Predicts each byte from the bytes before it."""
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Model(torch.nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of every byte at every place."""
+        """Return the scores of every byte at every position."""
         states = self.mix(self.embed(tokens) + self.place, mask=self.mask, is_causal=True)
         return self.guess(states)
 
@@ -146,10 +147,10 @@ def moved() -> dict[str, int]:
 
 
 def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
-    """Train, and print a line of JSON for each step and one in the end."""
+    """Train, and print a line of JSON for each step, and one at the end."""
     torch.manual_seed(0)
     model = Model(preset)
-    # Wider layers add up more changes per step.
+    # A wider layer sums more changes per step, so it needs a lower rate.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.08 / preset.width)
     forward = contextlib.nullcontext
     if beyond:
@@ -189,11 +190,11 @@ def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
     print(json.dumps(end), flush=True)
 
 
-# Around it: a control group, and a watch of its memory.
+# The rest starts trainings in control groups, and watches their memory.
 
 
 class Group:
-    """A control group with a memory limit, of version 1 or 2; gone when it is closed."""
+    """A control group of version 1 or 2, with a memory limit. close() removes it."""
 
     def __init__(self, name: str, limit: int) -> None:
         top = Path("/sys/fs/cgroup")
@@ -201,8 +202,8 @@ class Group:
         self.folder = (top / "memory" if self.version == 1 else top) / name
         self.folder.mkdir()
         try:
-            # Without swap. Otherwise the limit would slow the loop down instead of
-            # ending it.
+            # No swap, because the limit would then slow the loop down instead of ending
+            # it.
             if self.version == 1:
                 self._write("memory.limit_in_bytes", limit)
                 with contextlib.suppress(FileNotFoundError):
@@ -226,7 +227,7 @@ class Group:
         return ["sh", "-c", script, str(self.folder / "cgroup.procs")]
 
     def memory(self) -> int:
-        """Return the memory that the kernel counts now."""
+        """Return the group's memory, as the kernel counts it now."""
         name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
         return int((self.folder / name).read_text(encoding="ascii"))
 
@@ -237,7 +238,7 @@ class Group:
         return int(dict(text.split() for text in lines).get("oom_kill", 0))
 
     def close(self) -> None:
-        """Remove the group, which is empty."""
+        """Remove the group, which must be empty."""
         self.folder.rmdir()
 
 
@@ -251,22 +252,22 @@ def resident(pid: int) -> int:
 
 @dataclasses.dataclass
 class Run:
-    """What one training came to.
+    """The results of one training.
 
     Attributes
     ----------
     name : str
-        Which it is.
+        ORDINARY or BEYOND.
     steps : int
-        How many were begun.
+        How many steps were begun.
     losses : list of float
-        Of each step.
+        The loss of each step.
     memory : list of tuple
-        Seconds and bytes.
+        Samples of the memory: seconds and bytes.
     end : dict
-        What it has reported in the end; empty if it was killed.
+        The figures that it reported at the end; empty if it was killed.
     killer : str
-        Who has killed it, or "".
+        Who killed it, or "".
     """
 
     name: str
@@ -278,11 +279,11 @@ class Run:
 
     @property
     def peak(self) -> int:
-        """The most memory, in MiB."""
+        """The largest memory, in MiB."""
         return max(count for _, count in self.memory) // MIB
 
     def show(self, tokens: int) -> None:
-        """Print it; a step has so many tokens."""
+        """Print the results, given the tokens per step."""
         if self.killer:
             words = f"killed by {self.killer} at {self.peak} MiB, in step {self.steps}"
             line(self.name, words)
@@ -303,7 +304,7 @@ class Run:
 
 @contextlib.contextmanager
 def sampled(run: Run, group: Group | None, pid: int) -> Iterator[None]:
-    """Note the memory of a process, or of its group, again and again."""
+    """Sample the memory of a process, or of its group, during the block."""
     ended = threading.Event()
     begin = time.perf_counter()
 
@@ -325,7 +326,7 @@ def sampled(run: Run, group: Group | None, pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Delay Ctrl-C and `kill` until this block is done."""
+    """Delay Ctrl-C and `kill` until the end of the block."""
     # A signal mask would only affect this thread, and torch has others.
     came: list[int] = []
     handlers = [
@@ -341,17 +342,17 @@ def signals_later() -> Iterator[None]:
 
 
 def start(name: str, arguments: list[str], limit: int) -> Run:
-    """Run a training in a process of its own, in a control group if there is a limit."""
+    """Run a training in a separate process, in a control group if there is a limit."""
     run = Run(name)
     with contextlib.ExitStack() as stack:
         group = None
-        # An interruption here would leave behind what is not on the stack yet.
+        # An interruption here would leave behind whatever is not on the stack yet.
         with signals_later():
             if limit:
                 group = Group(f"nvmeio-beyond-{os.getpid()}", limit)
                 stack.callback(group.close)
             words = [sys.executable, __file__, *arguments, "--run", name]
-            # Ctrl-C does not reach its own session, so it is killed here.
+            # It has its own session, which Ctrl-C does not reach, so the stack kills it.
             process = subprocess.Popen(
                 [*(group.enter() if group else ()), *words],
                 stdout=subprocess.PIPE,
@@ -383,12 +384,12 @@ def start(name: str, arguments: list[str], limit: int) -> Run:
 
 
 def usual_limit(preset: Preset) -> int:
-    """Return bytes that the one loop exceeds, and the other does not."""
+    """Return a limit in bytes that the ordinary loop exceeds, and the other does not."""
     with torch.device("meta"):
         model = Model(preset)
     nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     line("parameters", f"{nbytes // MIB} MiB, as much for gradients, twice for AdamW")
-    # torch imports modules with its first optimizer. They should not count either.
+    # torch imports modules for its first optimizer. They belong to Python's share.
     torch.optim.AdamW([torch.zeros(1)])
     text = Path("/proc/self/status").read_text(encoding="ascii")
     (python,) = (
@@ -400,7 +401,7 @@ def usual_limit(preset: Preset) -> int:
 
 
 def can_limit(limit: int) -> bool:
-    """Say whether control groups can be made here, and of which version."""
+    """Return whether control groups can be made here, and print their version."""
     try:
         group = Group(f"nvmeio-beyond-{os.getpid()}", limit)
     except OSError as error:
@@ -439,7 +440,7 @@ def show_memory(runs: list[Run], limit: int, chart: Path | None) -> None:
 
 
 def judge(ordinary: Run, beyond: Run, limited: bool, exact: bool) -> bool:
-    """Report the result, and return whether it shows what it should."""
+    """Report the result, and return whether it is the expected one."""
     both = list(zip(ordinary.losses, beyond.losses, strict=False))
     same = all(one == other for one, other in both)
     words = "the same to the last digit" if same else "DIFFERENT"
@@ -459,7 +460,7 @@ def judge(ordinary: Run, beyond: Run, limited: bool, exact: bool) -> bool:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> bool:
-    """Train twice; return whether it went as it should."""
+    """Train twice, and return whether the result is the expected one."""
     preset = PRESETS[options.preset]
     kind = subprocess.run(
         ["df", "--output=fstype", folder], stdout=subprocess.PIPE, text=True, check=True
@@ -485,24 +486,26 @@ def compare(options: argparse.Namespace, folder: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both trainings in a temporary folder; return the exit status."""
+    """Run both trainings in a temporary folder, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "folder",
         type=Path,
         nargs="?",
         default=Path(),
-        help="on the drive, where the temporary folder is made (the current one)",
-    )
-    parser.add_argument("--preset", choices=PRESETS, default="small", help="(small)")
-    parser.add_argument("--steps", type=int, help="how many (small: 5, large: 10)")
-    parser.add_argument(
-        "--limit", type=int, help="MiB for each; 0 for none (what is enough with a drive)"
+        help="folder on the drive, in which to make the temporary folder (the current one)",
     )
     parser.add_argument(
-        "--threads", type=int, help="of torch (small: 1, large: torch's default)"
+        "--preset", choices=PRESETS, default="small", help="of the model (small)"
     )
-    parser.add_argument("--chart", type=Path, help="where to draw memory over time")
+    parser.add_argument("--steps", type=int, help="number of steps (small: 5, large: 10)")
+    parser.add_argument(
+        "--limit", type=int, help="MiB for each run; 0: none (enough with a drive)"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="threads of torch (small: 1, large: torch's default)"
+    )
+    parser.add_argument("--chart", type=Path, help="file for a chart of memory over time")
     parser.add_argument("--run", choices=(ORDINARY, BEYOND), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     preset = PRESETS[options.preset]
@@ -524,7 +527,7 @@ def main(arguments: list[str] | None = None) -> int:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    # So that `kill` removes the folder too.
+    # Handle SIGTERM as well, so that `kill` removes the folder too.
     for number in SIGNALS:
         signal.signal(number, stop)
     try:

@@ -1,11 +1,12 @@
-"""Trains a model in shards on several ranks, and goes on where it was killed.
+"""Trains a model in shards on several ranks, and continues where it was killed.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py --folder run --steps 40
 
-Every few steps the model and its optimizer are saved in the background, each rank its part.
-Started again with the same folder it goes on from the newest checkpoint, also with another
-number of ranks.  With as many ranks as before the parameters end the same to the last bit
-as without an interruption; a checksum of them is printed.
+Every few steps, each rank saves its part of the model and of the optimizer in the
+background.  If you start the program again with the same folder, it continues from the
+newest checkpoint, even with another number of ranks.  With the same number of ranks, the
+parameters end the same to the last bit as without an interruption.  The program prints
+their checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WIDTH, BATCH, EVERY = 256, 32, 5
 
 
 def new_model() -> torch.nn.Module:
-    """Return a model whose parameters all ranks have in shards."""
+    """Return a model whose parameters are sharded over all ranks."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     model = torch.nn.Sequential(
@@ -43,7 +44,7 @@ def new_model() -> torch.nn.Module:
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return this rank's data of a step, which depends on its number alone."""
+    """Return this rank's data of a step, which only depends on the step's number."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(BATCH, WIDTH, generator=generator)
 
@@ -66,15 +67,19 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def main() -> None:
     """Train, save, and report the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
-    parser.add_argument("--steps", type=int, default=40, help="how many (default: 40)")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder for the checkpoints"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="number of steps (default: 40)"
+    )
     options = parser.parse_args()
     dist.init_process_group("gloo")
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     step = newest(options.folder)
-    # All ranks must have looked for checkpoints before one of them makes a new one.
+    # Every rank must look for checkpoints before any rank makes a new one.
     dist.barrier()
     if step:
         state = state_of(model, optimizer)
@@ -87,7 +92,7 @@ def main() -> None:
             optim_state_dict=state["optimizer"],
         )
 
-    # A separate group, so that messages of the two threads are not mixed up.
+    # A separate group keeps the messages of the two threads apart.
     group = dist.new_group()
     stager, saving = PoolStager(), None
     while step < options.steps:

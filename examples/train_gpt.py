@@ -1,15 +1,15 @@
-"""Trains a small GPT on several ranks, kills one, and goes on where it was.
+"""Trains a small GPT on several ranks, kills one of them, and continues where it was.
 
     python examples/train_gpt.py
 
-The text is what ships with Python and Debian, as shards of tokens in the format of llm.c.
-Two ranks train under torchrun: once without an interruption, and once with a rank that
-SIGKILL ends in the middle of an epoch.  Started again, they go on from the last
-checkpoint, with the batch that comes next.  Every loss must be the same to the last digit.
-All happens in a temporary folder that is removed in the end; the exit status is 0 only if
+The text is the licences that come with Python and Debian, as shards of tokens in the format
+of llm.c.  Two ranks train under torchrun: once without an interruption, and once until
+SIGKILL ends one of them in the middle of an epoch.  Started again, they continue from the
+last checkpoint with the next batch.  Every loss must be the same to the last digit.  All
+files are in a temporary folder, which is removed at the end.  The exit status is 0 only if
 the losses are the same and have fallen.
 
-For a training of your own, start the same program by torchrun, and again after a crash:
+To train on your own data, start the program under torchrun, and again after a crash:
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --folder run --tokens shards
 """
@@ -68,7 +68,7 @@ class Layer(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """Predicts each next token from those before it."""
+    """Predicts each token from the tokens before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class GPT(torch.nn.Module):
         self.guess = torch.nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of every token at every place."""
+        """Return the scores of every token at every position."""
         return self.guess(self.norm(self.layers(self.embed(tokens) + self.place)))
 
 
 def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
-    """Train as one rank, from the newest checkpoint on."""
+    """Train as one rank, starting from the newest checkpoint."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
         stream.load_state_dict(state["stream"])
         epoch, step = state["epoch"], state["step"]
 
-    # Waits for the other ranks, so no new checkpoint appears before all have looked.
+    # This waits for the other ranks, so no checkpoint appears before all have looked.
     parallel = DistributedDataParallel(model)
     resumed = step
     while step < steps:
@@ -140,25 +140,25 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
             epoch += 1
     checkpointer.close()
     dist.destroy_process_group()
-    # A thread of gloo that takes the GIL while Python ends would abort the process.
+    # A thread of gloo that takes the GIL while Python exits would abort the process.
     sys.stdout.flush()
     os._exit(0)
 
 
-# Around it: shards of text, torchrun, and a comparison.
+# The rest makes shards of text, starts torchrun, and compares the losses.
 
 
 @dataclass
 class Run:
-    """What a training has logged: the losses by steps, and where it was resumed."""
+    """The log of a training: the loss of each step, and where it was resumed."""
 
     losses: dict[int, float]
     resumed: int
-    repeated: bool  # whether steps that were taken twice had the same loss
+    repeated: bool  # whether steps that were run twice had the same loss
 
 
 def read_text() -> bytes:
-    """Return the licences of Python and, on Debian, of much else."""
+    """Return the licences of Python and, on Debian, of other packages."""
     places = [
         Path(sysconfig.get_path("stdlib")) / "LICENSE.txt",
         *sorted(Path("/usr/share/common-licenses").glob("*")),
@@ -172,7 +172,7 @@ def read_text() -> bytes:
 
 
 def write_shards(folder: Path, text: bytes) -> int:
-    """Write shards of tokens, one for each byte, as llm.c has them; return how many."""
+    """Write shards in the format of llm.c, one token per byte. Return how many tokens."""
     tokens = np.frombuffer(text, np.uint8).astype(np.uint16)[: SHARDS * SHARD_TOKENS]
     folder.mkdir()
     for number, shard in enumerate(np.array_split(tokens, SHARDS)):
@@ -183,7 +183,7 @@ def write_shards(folder: Path, text: bytes) -> int:
 
 
 def start(shards: Path, folder: Path, steps: int, kill: int) -> Run:
-    """Train under torchrun, again if a rank was killed, and return what was logged."""
+    """Train under torchrun, again if a rank was killed, and return the log."""
     folder.mkdir()
     words = ["--standalone", "--nproc-per-node=2", f"--log-dir={folder}/logs", __file__]
     options = {"tokens": shards, "folder": folder, "steps": steps, "kill": kill}
@@ -191,7 +191,7 @@ def start(shards: Path, folder: Path, steps: int, kill: int) -> Run:
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *words],
-            # One thread each: several may add up in any order.
+            # One thread per rank, because several may add numbers in any order.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -205,7 +205,7 @@ def start(shards: Path, folder: Path, steps: int, kill: int) -> Run:
 
 
 def read_log(path: Path) -> Run:
-    """Read what a training has logged."""
+    """Read the log of a training."""
     run = Run({}, 0, True)
     for line in path.read_text(encoding="ascii").splitlines():
         found = json.loads(line)
@@ -236,9 +236,13 @@ def judge(whole: Run, killed: Run, steps: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Train as a rank of torchrun, or start torchrun and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="how many (60)")
-    parser.add_argument("--folder", type=Path, help="for the run; under torchrun")
-    parser.add_argument("--tokens", type=Path, help="folder of the shards; under torchrun")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps (60)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the run; needed under torchrun"
+    )
+    parser.add_argument(
+        "--tokens", type=Path, help="folder of the shards; needed under torchrun"
+    )
     parser.add_argument("--kill", type=int, default=0, help="kill a rank after this step")
     options = parser.parse_args(arguments)
     if options.steps < LEAST:

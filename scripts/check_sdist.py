@@ -43,7 +43,7 @@ assert nvmeio.pool_stats()["pools"] == 1
 
 
 def check_content(names: set[str]) -> None:
-    """Exit with a message if a file is missing, or if a file made by the build is there."""
+    """Exit with a message if a file is missing, or if the build made one that is there."""
     command = ("git", "ls-files", "-z")
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     wanted = set(listed.stdout.split("\0")) - {"", *LEFT_OUT}
@@ -58,7 +58,7 @@ def check_content(names: set[str]) -> None:
 
 
 def check_downstream(python: str, folder: str, page: str) -> None:
-    """Build a Cython module of another project, by its setup.py and by pkg-config."""
+    """Build another project's Cython module, by its setup.py and by pkg-config."""
     run = {"check": True, "cwd": folder}
     for name, text in re.findall(
         r"^```\w+ (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL

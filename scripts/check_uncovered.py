@@ -9,7 +9,7 @@ LIST = Path("tests/uncovered.md")
 
 
 def named_functions(text: str) -> set[tuple[str, str]]:
-    """Return file and name of each function of the table."""
+    """Return the file and name of each function in the table."""
     found = set()
     for line in text.splitlines():
         cells = line.split("|")[1:-1]
@@ -20,7 +20,7 @@ def named_functions(text: str) -> set[tuple[str, str]]:
 
 
 def missing_functions(report: dict) -> dict[tuple[str, str], list[int]]:
-    """Return the lines with branches that were not taken, by function."""
+    """Return the lines that have branches that were not taken, by function."""
     found: dict[tuple[str, str], list[int]] = {}
     for file in report["files"]:
         for line in file["lines"]:
@@ -31,7 +31,7 @@ def missing_functions(report: dict) -> dict[tuple[str, str], list[int]]:
 
 
 def main(path: str) -> None:
-    """Compare the list with what gcovr has reported in a file of JSON."""
+    """Compare the list with gcovr's report, a JSON file."""
     missing = missing_functions(json.loads(Path(path).read_text(encoding="utf-8")))
     named = named_functions(LIST.read_text(encoding="utf-8"))
     for file, name in sorted(named - missing.keys()):
@@ -41,7 +41,7 @@ def main(path: str) -> None:
         lines = ", ".join(map(str, missing[file, name]))
         print(f"{file}:{lines}: {name}() has branches that no test takes", file=sys.stderr)
     if nameless:
-        sys.exit(f"take them in a test, or name them in {LIST} with the reason")
+        sys.exit(f"test these branches, or name them in {LIST} with the reason")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Plant the faults of tests/mutants one by one, and check that the tests notice each.
 
-A patch says in its first line what it breaks, and in a line "Tests: ..." which tests are
-most likely to notice.  Everything happens in a scratch copy of the tracked files, which is
-kept in build/mutants, so that a second run compiles only what has changed.
+The first line of a patch says what it breaks, and a line "Tests: ..." names the tests that
+are most likely to notice.  The script works in a scratch copy of the tracked files.  It is
+kept in build/mutants, so that a second run only compiles what has changed.
 """
 
 import argparse
@@ -27,8 +27,8 @@ WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
 LOGS = WORK / "logs"
 
-# Without the ceiling, git would apply the patches to the tree around this one.
-# MAKEFLAGS would be those of the make that called this script.
+# Without the ceiling, git would apply the patches to the tree around the scratch copy.
+# Variables such as MAKEFLAGS would come from the make that called this script.
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
     "PYTHONPATH": str(TREE / "src"),
@@ -43,7 +43,7 @@ STAGES = ("c", "python", "stress", "all")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch: its name, and the tests of what it changes, the likeliest first."""
+    """A patch: its name, and the tests that may notice it, the likeliest first."""
 
     name: str
     tests: tuple[str, ...]
@@ -51,7 +51,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Check:
-    """A command that succeeds if the tree is right, and the command that builds for it."""
+    """A command that succeeds if the tree is right, and the build that it needs."""
 
     name: str
     build: tuple[str, ...]
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass
 class Result:
-    """What became of a mutant: "killed" by a test, "survived" or "error"."""
+    """The result of a mutant: "killed" by a test, "survived" or "error"."""
 
     name: str
     status: str = "survived"
@@ -90,7 +90,7 @@ def run(command: Iterable[str], limit_s: float, log: Path) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # This ends what a test left behind, also after Ctrl-C.
+        # End the processes that a test left behind, also after Ctrl-C.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -131,7 +131,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
     try:
         yield
     finally:
-        require(("git", "apply", "-R", patch), "the patch cannot be taken back", log)
+        require(("git", "apply", "-R", patch), "the patch cannot be reverted", log)
 
 
 def c_check(path: str) -> Check:
@@ -152,19 +152,19 @@ def checks_of(stage: str, mutant: Mutant) -> list[Check]:
         return [Check("tests/stress", BUILD_PACKAGE, command)]
     found = sorted((ROOT / "tests" / "c").glob("test_*.c"))
     tests = [str(path.relative_to(ROOT)) for path in found]
-    # This test would fail anyway, because one of the patches is applied.
+    # This test fails with any mutant, because one of the patches is already applied.
     looking = "tests/test_mutants.py::test_every_fault_can_be_planted"
     command = (*PYTEST, "--deselect", looking)
     return [*map(c_check, tests), Check("tests", BUILD_PACKAGE, command)]
 
 
 class Baseline:
-    """How long each check takes on the tree as it is; it must pass there.
+    """How long each check takes on the tree without a fault, where it must pass.
 
     Attributes
     ----------
     seconds : dict
-        By check; None for one that fails.
+        Seconds by check; None if it fails.
     """
 
     def __init__(self) -> None:
@@ -194,13 +194,13 @@ def log_of(name: str, check: Check) -> Path:
 
 
 def failed_test(log: Path) -> str:
-    """Return the test that pytest names as the one that failed; empty if none is named."""
+    """Return the first failed test in the output of pytest; empty if there is none."""
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M)
     return found[1] if found else ""
 
 
 def try_mutant(stage: str, mutant: Mutant, baseline: Baseline, result: Result) -> None:
-    """Run a stage with the fault planted, until a check fails; note it in the result."""
+    """Plant the fault, run a stage until a check fails, and record it in the result."""
     checks = checks_of(stage, mutant)
     if broken := [check for check in checks if baseline.seconds[check] is None]:
         raise BrokenTreeError(f"{broken[0].name} fails on the tree without a fault")
@@ -224,7 +224,7 @@ def try_mutant(stage: str, mutant: Mutant, baseline: Baseline, result: Result) -
 def try_stage(
     stage: str, mutants: list[Mutant], baseline: Baseline, results: dict[str, Result]
 ) -> None:
-    """Run a stage for the mutants that have survived so far, and print which are killed."""
+    """Run a stage for the mutants that survived so far, and print which are killed."""
     left = [mutant for mutant in mutants if results[mutant.name].status == "survived"]
     baseline.take(check for mutant in left for check in checks_of(stage, mutant))
     for mutant in left:
@@ -247,7 +247,7 @@ def try_stage(
 
 
 def read_mutant(patch: Path) -> Mutant:
-    """Read which tests a patch names."""
+    """Read a patch, and return it with the tests that it names."""
     text = patch.read_text(encoding="utf-8")
     found = re.search(r"^Tests: (.+)$", text.partition("\ndiff --git ")[0], re.M)
     tests = tuple(found[1].split()) if found else ()
@@ -289,16 +289,16 @@ def judge(results: Iterable[Result], survivors: dict[str, str]) -> bool:
 
 
 def main() -> int:
-    """Run the stages; return the exit status."""
+    """Run the stages, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=["*"], help="mutants or globs; all")
+    parser.add_argument("names", nargs="*", default=["*"], help="mutants or globs (all)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--results", type=Path, help="a file of JSON to write")
+    parser.add_argument("--results", type=Path, help="JSON file to write")
     options = parser.parse_args()
     known = {path.stem: path for path in sorted(PATCHES.glob("*.patch"))}
     for wanted in options.names:
         if not fnmatch.filter(known, wanted):
-            parser.error(f"there is no mutant {wanted}")
+            parser.error(f"no mutant matches {wanted}")
     names = [n for n in known if any(fnmatch.fnmatch(n, w) for w in options.names)]
     mutants = [read_mutant(known[name]) for name in names]
     survivors = known_survivors()

@@ -1,5 +1,5 @@
-/* both.c -- the yardstick of what is read, changed and written back: every block of a
- * file is read and then written to its place, by reads and writes that are in flight
+/* both.c -- the yardstick for data that is read, changed and written back. Every block
+ * of a file is read and then written to the same place. Reads and writes are in flight
  * together. */
 #include "loops.h"
 
@@ -87,7 +87,7 @@ static int move(struct state *state)
     return error;
 }
 
-/* PATH BLOCK DEPTH SIZE MEMORY: read and write back all of a file, with `depth` blocks
+/* PATH BLOCK DEPTH SIZE MEMORY: read all of a file and write it back, with DEPTH blocks
  * in memory. */
 int plain_both(char **words, struct turn *turn)
 {

@@ -9,7 +9,7 @@
 
 enum { PAGE = 4096 };
 
-/* The handle that was opened last, or one with other settings in its place. */
+/* Return the handle that was opened last. If the settings differ, replace it. */
 static int handle_of(size_t block, unsigned depth, struct nvmeio_handle **handle)
 {
     static struct nvmeio_handle *kept;
@@ -30,7 +30,8 @@ static int handle_of(size_t block, unsigned depth, struct nvmeio_handle **handle
     return 0;
 }
 
-/* Memory of the pool, which a larger piece replaces; the pool has touched it. */
+/* Return touched memory of the pool. It is kept, and replaced if a larger one is
+ * needed. */
 static void *pool_memory(size_t size)
 {
     static void *kept;
@@ -62,7 +63,7 @@ static int finish(struct nvmeio_request *request, int64_t size, int64_t patience
     return error;
 }
 
-/* Submit everything, then wait for each in order. */
+/* Submit everything, then wait for each request in order. */
 static int move(struct nvmeio_handle *handle, struct nvmeio_transfer transfer,
                 struct nvmeio_request **requests, size_t count)
 {
@@ -81,7 +82,8 @@ static int move(struct nvmeio_handle *handle, struct nvmeio_transfer transfer,
     return error;
 }
 
-/* OP PATH BLOCK DEPTH BYTES: a request for each block of the first bytes of a file. */
+/* OP PATH BLOCK DEPTH BYTES: transfer the first BYTES of a file, with one request per
+ * block. */
 int engine_blocks(char **words, struct turn *turn)
 {
     bool reads = strcmp(words[0], "read") == 0;
@@ -156,9 +158,9 @@ static int read_pages(void *context, unsigned index)
     return 0;
 }
 
-/* PATH THREADS COUNT PATIENCE_NS: so many threads that each submit a read of a page and
- * wait for it, so many times over.  Each wait is repeated after PATIENCE_NS; -1: never.
- */
+/* PATH THREADS COUNT PATIENCE_NS: start THREADS threads, each of which submits the read
+ * of a page and waits for it, COUNT times. A wait is repeated after PATIENCE_NS; -1: it
+ * never times out. */
 int engine_threads(char **words, struct turn *turn)
 {
     unsigned threads = (unsigned)number(words[1]);

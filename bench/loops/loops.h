@@ -1,4 +1,5 @@
-/* loops.h -- what the commands of the child process share: clock, memory, answers. */
+/* loops.h -- what the commands of the child process share: the clock, memory,
+ * threads. */
 #ifndef LOOPS_H
 #define LOOPS_H
 
@@ -6,13 +7,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What one command did between begin() and end(). */
+/* The figures of one command, between begin() and end(). */
 struct turn {
-    int64_t bytes; /* or operations, where a command moves no bytes */
+    int64_t bytes; /* or operations, if the command moves no bytes */
     double seconds;
     double cpu_seconds;   /* of all threads */
     int64_t switches;     /* of context, of all threads */
-    int64_t device_bytes; /* that the device delivered */
+    int64_t device_bytes; /* delivered by the device */
 };
 
 /* A command gets the words after its name and returns 0 or -errno. */
@@ -29,14 +30,14 @@ void end(struct turn *turn, int64_t bytes);
 
 int64_t number(const char *word);
 
-/* Memory of a kind, "huge" or "small" pages, every page touched.  Kept until a larger
- * one is wanted.  NULL: out of memory. */
+/* Return memory in "huge" or "small" pages, with every page touched. It is kept and
+ * returned again, until a larger one is needed. Returns NULL if memory ran out. */
 unsigned char *touched(const char *kind, size_t size);
 
-/* A pseudo-random number below `limit`; `state` is not 0. */
+/* Return a pseudo-random number below `limit`. `state` must not be 0. */
 uint64_t draw(uint64_t *state, uint64_t limit);
 
-/* Run `body` in `count` threads at once: the first error of any. */
+/* Run `body` in `count` threads at once. Returns 0, or an error of one of them. */
 int in_threads(unsigned count, int (*body)(void *context, unsigned index),
                void *context);
 

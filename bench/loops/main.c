@@ -1,8 +1,8 @@
-/* main.c -- a child process that carries out commands and answers with what they took.
+/* main.c -- a child process that carries out commands and answers with their figures.
  *
- * A command is a line of words with tabs between them.  The answer is a line: `ok`, the
- * bytes, seconds, CPU seconds, context switches and bytes from the device; or `error`
- * and why.  The process ends with its standard input. */
+ * A command is a line of words, separated by tabs. The answer is a line: `ok`, bytes,
+ * seconds, CPU seconds, context switches and bytes from the device; or `error` and the
+ * reason. The process ends at the end of its standard input. */
 #include "loops.h"
 
 #include <errno.h>

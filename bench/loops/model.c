@@ -1,5 +1,5 @@
-/* model.c -- the yardstick of model files: what a program without nvmeio does to have a
- * file in memory that was new, or a new file on the device. */
+/* model.c -- the yardstick for model files: what a program without nvmeio does to load
+ * a file into new memory, or to save a new file durably. */
 #include "loops.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@ struct fresh {
     size_t size;
 };
 
-/* Memory that nobody has touched, for huge pages. */
+/* Map new memory, for huge pages, without touching it. */
 static struct fresh fresh_memory(size_t size)
 {
     struct fresh fresh = {.size = (size + HUGE - 1) & ~(size_t)(HUGE - 1)};
@@ -61,7 +61,8 @@ static int take(struct io_uring *ring, unsigned least, unsigned *in_flight)
     return error;
 }
 
-/* Read or write `size` bytes by blocks; memory that is read into is populated ahead. */
+/* Read or write `size` bytes in blocks. For reads, memory is populated a chunk
+ * ahead. */
 static int stream(int file, bool reads, unsigned char *memory, size_t size,
                   size_t block, unsigned depth)
 {
@@ -93,7 +94,7 @@ static int stream(int file, bool reads, unsigned char *memory, size_t size,
     return error;
 }
 
-/* PATH BLOCK DEPTH BYTES: past the page cache, into memory that was new. */
+/* PATH BLOCK DEPTH BYTES: load a file past the page cache into new memory. */
 int model_load(char **words, struct turn *turn)
 {
     size_t block = (size_t)number(words[1]), size = (size_t)number(words[3]);
@@ -139,7 +140,7 @@ static int copy_chunks(void *context, unsigned index)
     return 0;
 }
 
-/* PATH THREADS BYTES: from the page cache, into memory that was new. */
+/* PATH THREADS BYTES: load a file from the page cache into new memory. */
 int model_cached(char **words, struct turn *turn)
 {
     struct cached cached = {.file = open(words[0], O_RDONLY | O_CLOEXEC),
@@ -157,7 +158,8 @@ int model_cached(char **words, struct turn *turn)
     return error;
 }
 
-/* PATH BLOCK DEPTH BYTES: a new file, with its space reserved, on the device. */
+/* PATH BLOCK DEPTH BYTES: save a new file, whose space is reserved first, and sync
+ * it. */
 int model_save(char **words, struct turn *turn)
 {
     size_t block = (size_t)number(words[1]), size = (size_t)number(words[3]);

@@ -1,5 +1,5 @@
-/* plain.c -- the yardstick: what a program without nvmeio does, in as few lines as it
- * takes.
+/* plain.c -- the yardstick: what a program without nvmeio does, in as few lines as
+ * possible.
  *
  * A loop on liburing keeps `depth` blocks in flight and waits for an eighth of them. */
 #include "loops.h"
@@ -19,12 +19,14 @@ enum { BATCHES = 8, FILES_MAX = 64, PAGE = 4096 };
 struct moves {
     bool reads;
     int *files;
-    const char *folder; /* of files 0, 1 and so on, open while in flight; NULL: open */
+    /* Of files 0, 1, ..., each open only while in flight. NULL: all are open. */
+    const char *folder;
     size_t blocks_each;
     size_t count;
     unsigned block;
     unsigned depth;
-    const int64_t *offsets; /* in the file, of each block; NULL: one behind another */
+    /* Of each block in its file. NULL: one block after the other. */
+    const int64_t *offsets;
     unsigned char *memory;
 };
 
@@ -95,7 +97,7 @@ static int move(struct io_uring *ring, const struct moves *moves)
         io_uring_cq_advance(ring, seen);
         done += seen;
         if (error)
-            count = begun; /* what is in flight ends, and no more */
+            count = begun; /* wait for what is in flight, and begin no more */
     }
     return error;
 }
@@ -112,7 +114,7 @@ static int timed_move(const struct moves *moves, struct turn *turn)
     return error;
 }
 
-/* OP PATH BLOCK DEPTH BYTES MEMORY: the first bytes of a file, in order. */
+/* OP PATH BLOCK DEPTH BYTES MEMORY: transfer the first BYTES of a file, in order. */
 int plain_blocks(char **words, struct turn *turn)
 {
     bool reads = strcmp(words[0], "read") == 0;
@@ -159,13 +161,13 @@ static int move_files(char **words, struct turn *turn, bool open_before)
     return error;
 }
 
-/* OP FOLDER COUNT BLOCK DEPTH MEMORY: files 0, 1 and so on, a block each. */
+/* OP FOLDER COUNT BLOCK DEPTH MEMORY: transfer files 0, 1, ..., of one block each. */
 int plain_files(char **words, struct turn *turn)
 {
     return move_files(words, turn, false);
 }
 
-/* The same, of files that were open before. */
+/* The same, with all files open before. */
 int plain_open_files(char **words, struct turn *turn)
 {
     return move_files(words, turn, true);
@@ -183,8 +185,8 @@ static int make_files(const char *path, int *files, size_t count, off_t size)
     return 0;
 }
 
-/* PATH COUNT BLOCK DEPTH BYTES MEMORY: new files PATH.0, PATH.1 and so on, which share
- * the bytes.  Making them and their space is part of the time. */
+/* PATH COUNT BLOCK DEPTH BYTES MEMORY: write new files PATH.0, PATH.1, ..., each of
+ * BYTES / COUNT. The time includes making them and reserving their space. */
 int plain_fresh(char **words, struct turn *turn)
 {
     int files[FILES_MAX] = {0};
@@ -211,7 +213,7 @@ int plain_fresh(char **words, struct turn *turn)
     return error;
 }
 
-/* PATH RECORD DEPTH COUNT MEMORY: records from random places of a file. */
+/* PATH RECORD DEPTH COUNT MEMORY: read COUNT records from random places of a file. */
 int plain_gather(char **words, struct turn *turn)
 {
     static uint64_t state = 88172645463325252u;
@@ -241,7 +243,7 @@ int plain_gather(char **words, struct turn *turn)
     return error;
 }
 
-/* PATH COUNT: open and close a file, as a program does that wants O_DIRECT. */
+/* PATH COUNT: open and close a file with O_DIRECT, COUNT times. */
 int plain_opens(char **words, struct turn *turn)
 {
     int64_t count = number(words[1]);
@@ -279,7 +281,8 @@ static int read_pages(void *context, unsigned index)
     return 0;
 }
 
-/* PATH THREADS COUNT: so many threads that each read so many pages, one by one. */
+/* PATH THREADS COUNT: start THREADS threads, each of which reads COUNT pages, one by
+ * one. */
 int plain_threads(char **words, struct turn *turn)
 {
     unsigned threads = (unsigned)number(words[1]);

@@ -2,8 +2,8 @@
  *
  * A device transfers whole sectors at aligned addresses; a caller may want any bytes
  * anywhere. Aligned bytes go straight to the device. If only the ends are ragged, the
- * ends go through the page cache. If the address does not fit, a bounce (memory of our
- * own) stands in between. */
+ * ends go through the page cache. If the address is not congruent with the file offset,
+ * the data passes through a bounce: aligned memory of our own. */
 #include "align.h"
 
 uint64_t nvmeio_round_down(uint64_t value, uint64_t align)
@@ -37,9 +37,9 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
     uint64_t edge = align > NVMEIO_EDGE_BYTES ? align : NVMEIO_EDGE_BYTES;
     uint64_t start = (uint64_t)offset;
     uint64_t stop = start + size;
-    /* A write leaves pages that it does not fill to the page cache. Another write may
-     * change the rest of such a page there, and the two would overwrite each other's
-     * bytes. */
+    /* A write sends the pages that it does not fill through the page cache. Another
+     * write may change the rest of such a page there. If this one bypassed the page
+     * cache, the two would overwrite each other's bytes. */
     uint64_t whole = op == NVMEIO_OP_WRITE ? edge : align;
     uint64_t middle = start % whole ? nvmeio_round_up(start, edge) : start;
     uint64_t tail = stop % whole ? nvmeio_round_down(stop, edge) : stop;
@@ -50,8 +50,8 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
                      (address + (middle - start)) % geometry->memory_align == 0 &&
                      geometry->bounce != NVMEIO_BOUNCE_ALWAYS;
 
-    /* A read into a bounce may fetch more than was asked for. A write must not write
-     * back bytes that it was not given, so its ends always go through the page
+    /* A read into a bounce may fetch more bytes than were asked for. A write must write
+     * only the bytes that it was given, so its ends always go through the page
      * cache. */
     if (!reachable && (!bounce_allowed || (!has_middle && op == NVMEIO_OP_WRITE))) {
         plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, size);
@@ -69,7 +69,7 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
 
 void nvmeio_plan_sort(struct nvmeio_plan *plan)
 {
-    /* A head comes after the middle, if there is one. A tail is already last. */
+    /* nvmeio_plan_make() puts a head after the middle. A tail is already last. */
     if (plan->count > 1 && plan->spans[1].begin < plan->spans[0].begin) {
         struct nvmeio_span middle = plan->spans[0];
         plan->spans[0] = plan->spans[1];
@@ -81,8 +81,8 @@ void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,
                      size_t position, int64_t offset, uint32_t offset_align,
                      size_t block_bytes)
 {
-    /* Blocks through the page cache begin at page boundaries, except for the first.
-     * Bounced blocks cover whole sectors. Direct ones are already aligned. */
+    /* Buffered blocks begin at page boundaries, except for the first. Bounced blocks
+     * cover whole sectors. Direct spans are already aligned. */
     uint64_t align = span->route == NVMEIO_ROUTE_BUFFERED ? NVMEIO_EDGE_BYTES
                      : span->route == NVMEIO_ROUTE_BOUNCE ? offset_align
                                                           : 1;

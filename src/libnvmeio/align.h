@@ -6,16 +6,17 @@
 
 #include <nvmeio/base.h>
 
-/* A buffered and a direct write never share a page of the page cache of this size. */
+/* Writes are split between O_DIRECT and the page cache at multiples of this size, so
+ * that a buffered and a direct write never share a page of the page cache. */
 #define NVMEIO_EDGE_BYTES 4096u
 
 enum nvmeio_route {
-    NVMEIO_ROUTE_BUFFERED, /* the caller's memory, through the page cache */
-    NVMEIO_ROUTE_DIRECT,   /* the caller's memory, by the device */
-    NVMEIO_ROUTE_BOUNCE    /* a bounce by the device, and a copy */
+    NVMEIO_ROUTE_BUFFERED, /* between the caller's memory and the page cache */
+    NVMEIO_ROUTE_DIRECT,   /* between the caller's memory and the device */
+    NVMEIO_ROUTE_BOUNCE    /* between a bounce and the device, and a copy */
 };
 
-/* What a file and a handle allow. */
+/* The limits that a file and a handle set to a plan. */
 struct nvmeio_geometry {
     bool direct;
     uint32_t memory_align; /* powers of two */
@@ -30,15 +31,16 @@ struct nvmeio_span {
     size_t end;
 };
 
-/* The spans in the order in which they are carried out. A span of a write begins when
- * all spans before it have landed. */
+/* The spans in the order in which they are carried out. A write begins a span only
+ * after all spans before it have landed. */
 struct nvmeio_plan {
     struct nvmeio_span spans[3];
     unsigned count;
 };
 
-/* One I/O. The `wanted` bytes of the transfer from `position` on are at `skip` within
- * the `io_bytes` at file offset `io_offset`. */
+/* One I/O: `io_bytes` at file offset `io_offset`. It contains the `wanted` bytes that
+ * begin at `position` in the transfer. They begin `skip` bytes into the I/O, because a
+ * bounced read covers whole sectors. */
 struct nvmeio_piece {
     enum nvmeio_route route;
     size_t position;
@@ -52,16 +54,17 @@ struct nvmeio_piece {
 uint64_t nvmeio_round_down(uint64_t value, uint64_t align);
 uint64_t nvmeio_round_up(uint64_t value, uint64_t align);
 
-/* Offset and size together must not overflow. */
+/* Divide a transfer into spans, and choose the route of each. offset + size must not
+ * overflow. */
 void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *geometry,
                       enum nvmeio_op op, uintptr_t address, size_t size,
                       int64_t offset);
 
-/* Put the spans into the order of the file. */
+/* Sort the spans by file offset, for a write that makes the file longer. */
 void nvmeio_plan_sort(struct nvmeio_plan *plan);
 
-/* The piece of `span` that begins at `position`, of at most block_bytes (a multiple of
- * NVMEIO_EDGE_BYTES and of the file's alignments). */
+/* Cut the piece of `span` that begins at `position`. It has at most block_bytes, which
+ * must be a multiple of NVMEIO_EDGE_BYTES and of the file's alignments. */
 void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,
                      size_t position, int64_t offset, uint32_t offset_align,
                      size_t block_bytes);

@@ -9,7 +9,8 @@
 #include "file_internal.h"
 #include "request_internal.h"
 
-/* How long a block may keep failing with EAGAIN without moving a byte. */
+/* How long a block may keep failing with EINTR, EAGAIN or EBUSY without moving a
+ * byte. */
 #define STALL_NS_MAX 10000000000
 
 void nvmeio_block_prepare(struct nvmeio_block *block)
@@ -20,7 +21,7 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
     bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
                   !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
 
-    /* The page cache's descriptor was usually opened when the request was planned. */
+    /* nvmeio_file_fd() rarely has to open anything: the plan usually did. */
     block->fd = direct                         ? file->direct_fd
                 : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
                                                : nvmeio_file_fd(file);
@@ -35,8 +36,8 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
         request->ops->load(block);
 }
 
-/* Deliver a read as far as it came, even before an error: the outcome says that those
- * bytes are there. */
+/* End a block. A read delivers the bytes that it got, even if it then failed, because
+ * the outcome counts them. */
 static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
 {
     const struct nvmeio_piece *piece = &block->piece;
@@ -49,7 +50,8 @@ static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
     return NVMEIO_BLOCK_FINISHED;
 }
 
-/* The kernel transferred nothing, and may do so later. */
+/* Retry a block for which the kernel transferred nothing. It fails once this has lasted
+ * too long. */
 static enum nvmeio_verdict repeat(struct nvmeio_block *block)
 {
     int64_t now = nvmeio_now_ns();
@@ -70,8 +72,8 @@ static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
         return finish(block, block->result);
     if (error == EINTR || error == EAGAIN || error == EBUSY)
         return repeat(block);
-    /* The alignment was right, and yet the device refused. Some file systems only say
-     * now that they have no O_DIRECT. */
+    /* The I/O was aligned, and still it was refused: some file systems accept O_DIRECT
+     * in open(2) and refuse it only here. From now on, use the page cache. */
     if ((error == EINVAL || error == EOPNOTSUPP) && block->fd == file->direct_fd &&
         block->op != NVMEIO_OP_FSYNC && !file->demanded) {
         int fd = nvmeio_file_fd(file);
@@ -100,8 +102,8 @@ enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
     if (block->result == 0)
         return finish(block, block->op == NVMEIO_OP_READ ? -ENODATA : -EIO);
 
-    /* Short: continue behind the bytes that moved, through the page cache if the rest
-     * is no longer aligned. */
+    /* Short: continue after the bytes that moved, through the page cache if the rest is
+     * no longer aligned. */
     block->address = (char *)block->address + block->result;
     block->offset += block->result;
     block->bytes = (uint32_t)(piece->io_bytes - block->moved);

@@ -1,4 +1,4 @@
-/* block.h -- a block of a request: prepared, and evaluated when it comes back. */
+/* block.h -- what happens to a block before and after the engine has it. */
 #ifndef NVMEIO_BLOCK_H
 #define NVMEIO_BLOCK_H
 
@@ -6,28 +6,30 @@
 
 #include "engine.h"
 
-/* What to do with a block that came back. */
+/* What to do next with a block that came back from the engine. */
 enum nvmeio_verdict {
     NVMEIO_BLOCK_FINISHED,  /* block->result is 0 or the error */
     NVMEIO_BLOCK_CONTINUED, /* it was short: push it again */
     NVMEIO_BLOCK_REPEATED,  /* nothing moved: push it again */
 };
 
-/* Prepare a block that was just cut: its descriptor (or, if it cannot be opened, its
- * errno instead of pushing it), its addresses, and the copy of a bounced write. Called
- * without the handle's mutex, as is the next. */
+/* Prepare a block that was just cut: choose its descriptor and address, and copy the
+ * data of a bounced write. If the descriptor cannot be opened, block->fd and
+ * block->result are the -errno, and the block must not be pushed. Call it without the
+ * handle's mutex, because it may open a file and copy. */
 void nvmeio_block_prepare(struct nvmeio_block *block);
 
-/* Evaluate a result. A short block goes on, a transient error is repeated, and a
- * bounced read is copied out. */
+/* Evaluate block->result. A short transfer continues, a transient error is retried, and
+ * a bounced read is copied out when the block is finished. Call it without the handle's
+ * mutex. */
 enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block);
 
-/* Count a finished block. Its request still has its file. */
+/* Add a finished block to the statistics. Its request must still have its file. */
 void nvmeio_block_count(const struct nvmeio_block *block, struct nvmeio_stats *stats,
                         uint64_t latencies[NVMEIO_LATENCY_BUCKETS]);
 
-/* latency.c: the bucket for this many nanoseconds. The last bucket holds all longer
- * ones. */
+/* latency.c: return the bucket that counts a latency. The last bucket counts everything
+ * longer than the others. */
 unsigned nvmeio_latency_bucket(uint64_t ns);
 
 #endif

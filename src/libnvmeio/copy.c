@@ -1,4 +1,4 @@
-/* copy.c -- which kernel copies what.
+/* copy.c -- chooses the kernel for each copy.
  *
  * Small copies use the caches, because their data is likely to be there and to be used
  * soon. Large ones bypass them. The kernels are in copy_x86.c and copy_neon.c. */
@@ -12,7 +12,7 @@
 #include "copy_internal.h"
 #include "copy_kernels.h"
 
-/* How often a large copy checks its target. */
+/* A large copy checks once per this many bytes whether its target is in memory. */
 #define PIECE_BYTES ((size_t)2 << 20)
 
 static bool always(void)
@@ -25,7 +25,8 @@ static void copy_portable(void *target, const void *source, size_t size)
     memcpy(target, source, size);
 }
 
-/* The C library chooses by itself, but bypasses the caches late, if at all. */
+/* memcpy(3) chooses its instructions itself. It bypasses the caches only for much
+ * larger copies, if at all. */
 const struct nvmeio_copy_kernel nvmeio_copy_portable = {
     .name = "portable",
     .works = always,
@@ -41,8 +42,9 @@ static const struct nvmeio_copy_kernel *const kernels[] = {
 
 #define KERNEL_COUNT (sizeof(kernels) / sizeof(kernels[0]))
 
-/* The kernels in use, or NULL for the best of each kind. Relaxed: a copy uses what it
- * finds, and reads nothing else that depends on it. */
+/* `selected` is the kernel for all copies, or NULL to choose by size. `best_stream` is
+ * the best one for large copies, once it is known. Relaxed: kernels are constants, so a
+ * copy reads nothing else that depends on the pointer. */
 static _Atomic(const struct nvmeio_copy_kernel *) selected;
 static _Atomic(const struct nvmeio_copy_kernel *) best_stream;
 
@@ -62,7 +64,7 @@ static const struct nvmeio_copy_kernel *large_kernel(void)
     return kernels[i];
 }
 
-/* memcpy(3) is the fastest within the caches (docs/decisions.md). */
+/* Within the caches, memcpy(3) is the fastest (docs/decisions.md). */
 static const struct nvmeio_copy_kernel *small_kernel(void)
 {
     const struct nvmeio_copy_kernel *kernel =
@@ -70,7 +72,8 @@ static const struct nvmeio_copy_kernel *small_kernel(void)
     return kernel ? kernel : &nvmeio_copy_portable;
 }
 
-/* Whether a page is not in memory. Nearly all such pages were never written. */
+/* Whether the page at this address is not in memory. Nearly all such pages were never
+ * written. */
 static bool is_untouched(const char *address)
 {
     uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -80,9 +83,10 @@ static bool is_untouched(const char *address)
     return mincore(page, 1, &resident) == 0 && !(resident & 1);
 }
 
-/* Copy piece by piece, because memory may be untouched from some point on. The kernel
- * zeroes such pages in the caches, and non-temporal stores would wait for that.
- * memcpy(3) is no better there: its string instruction is slow if each page faults. */
+/* Copy piece by piece, because the target may be untouched from some point on. On the
+ * first write to an untouched page, the kernel zeroes it through the caches, and
+ * non-temporal stores would have to wait for that. memcpy(3) is no better there: its
+ * string instruction is slow if each page faults. */
 static void copy_large(char *target, const char *source, size_t size)
 {
     const struct nvmeio_copy_kernel *kernel = large_kernel();
@@ -120,7 +124,7 @@ bool nvmeio_copy_overlaps(const void *target, const void *source, size_t size)
 void nvmeio_copy(void *target, const void *source, size_t size)
 {
     if (size == 0)
-        return; /* C forbids null pointers here, even for no bytes */
+        return; /* C forbids null pointers in memcpy(3), even for 0 bytes */
     if (nvmeio_copy_overlaps(target, source, size))
         memmove(target, source, size);
     else

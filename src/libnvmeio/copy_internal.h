@@ -4,16 +4,16 @@
 
 #include <nvmeio/copy.h>
 
-/* Copies from this size on bypass the caches, which could hardly hold their data.
+/* Copies of at least this size bypass the caches, which could hardly hold the data.
  * Repeated copies: 4 MiB at 14.5 GB/s (memcpy 12.5), 2 MiB at 17.8 (13.0), 1 MiB at
- * 19.6 (24.9), on the machine named below. The limit is higher than those figures
- * suggest, because a caller is likely to use what it has copied. */
+ * 19.6 (24.9), on the machine named below. The limit is higher than these figures
+ * suggest, because a caller is likely to use the data that it copied. */
 #define NVMEIO_COPY_STREAM_BYTES ((size_t)4 << 20)
 
-/* The same if no cache holds any of the data: blocks copied in turn between buffers of
- * 256 MiB to 1 GiB. memcpy 5.5 to 6.5 GB/s, AVX-512 9.8 to 9.9, AVX2 9.0 to 9.5, the
- * same from 256 KiB to 4 MiB (Xeon with AVX-512, 2 MiB of L2 per core, 2026-11-21).
- * Smaller copies are more often in L2, where memcpy is faster. */
+/* The same limit for data that is in no cache. Measured on blocks copied in turn
+ * between buffers of 256 MiB to 1 GiB: memcpy 5.5 to 6.5 GB/s, AVX-512 9.8 to 9.9, AVX2
+ * 9.0 to 9.5, the same from 256 KiB to 4 MiB (Xeon with AVX-512, 2 MiB of L2 per core,
+ * 2026-11-21). Smaller copies are more often in L2, where memcpy is faster. */
 #define NVMEIO_COPY_COLD_STREAM_BYTES ((size_t)256 << 10)
 
 /* Copy between a bounce and the caller's memory, which do not overlap. The device has

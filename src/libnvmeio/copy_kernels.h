@@ -1,4 +1,4 @@
-/* copy_kernels.h -- the copies that copy.c chooses from. */
+/* copy_kernels.h -- the kernels that copy.c chooses from. */
 #ifndef NVMEIO_COPY_KERNELS_H
 #define NVMEIO_COPY_KERNELS_H
 
@@ -8,14 +8,14 @@
 /* The cache line of x86-64 and of nearly every arm64. */
 #define NVMEIO_LINE_BYTES 64
 
-/* A page, as far as copies are concerned: a good distance even where pages are
- * larger. */
+/* The distance between the streams of a kernel that copies several pages at once. It
+ * works well even if pages are larger. */
 #define NVMEIO_COPY_PAGE_BYTES 4096
 
 typedef void nvmeio_copy_function(void *target, const void *source, size_t size);
 
-/* For any addresses and sizes that do not overlap. When a copy has returned, its stores
- * are ordered like ordinary ones. */
+/* One way to copy. Addresses and sizes may be any, but the ranges must not overlap.
+ * When a copy returns, its stores are ordered like ordinary ones. */
 struct nvmeio_copy_kernel {
     const char *name;
     bool (*works)(void);          /* on this processor */
@@ -23,7 +23,8 @@ struct nvmeio_copy_kernel {
     nvmeio_copy_function *stream; /* its stores bypass them */
 };
 
-/* Each belongs to one architecture. On the others, `works` returns false. */
+/* On processors without the instructions of a kernel, its works() returns false. The
+ * portable one works everywhere. */
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx512;
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx2;
 extern const struct nvmeio_copy_kernel nvmeio_copy_movsb;

@@ -1,14 +1,16 @@
 /* copy_steps.h -- one kernel: 8 vectors a step, then 4, then 1, then the bytes left.
  *
- * Included once for each kernel, with these defined, and undefined at the end:
+ * Include it once for each kernel, after defining these. It undefines them at its end.
  *   KERNEL  the name of the function      TARGET  its attribute
  *   VECTOR  the type of a register        LOAD(from), STORE(to, vector)
- *   FENCE() what makes its stores visible like ordinary ones
- *   PAGES   from how many pages the 8 vectors of a step come, while there are so many
- * Several pages at a time keep more of the memory at work: stores past the caches
- * gained 10 to 25 % between 16 and 512 MiB from four (Xeon with AVX-512, 2026-11-21).
- * The target is brought to a cache line first, which stores past the caches need and
- * others like: a store over two lines costs two. */
+ *   FENCE() orders its stores like ordinary ones
+ *   PAGES   how many pages the 8 vectors of a step come from, while that many are left
+ *
+ * Copying several pages at once keeps more of the memory busy: with four, stores that
+ * bypass the caches were 10 to 25 % faster between 16 and 512 MiB (Xeon with AVX-512,
+ * 2026-11-21). The first few bytes are copied alone, so that the target begins at a
+ * cache line. Stores that bypass the caches need that; others cost twice as much across
+ * two lines. */
 TARGET static void KERNEL(void *target, const void *source, size_t size)
 {
     const size_t step = sizeof(VECTOR);

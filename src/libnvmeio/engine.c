@@ -1,7 +1,8 @@
-/* engine.c -- the table of engines, why an engine cannot be used, and shared helpers.
+/* engine.c -- the table of engines, the reasons why one cannot be used, and helpers
+ * that engines share.
  *
  * An engine is one file and one entry in the table below. The build leaves out an
- * engine whose library it did not find, and its entry says so. */
+ * engine whose library it did not find; the entry then has no functions. */
 #include "engine.h"
 
 #include <errno.h>
@@ -12,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The test build replaces it to inject faults (tests/faults). */
+/* The test build defines this to inject faults (tests/faults). */
 #ifndef NVMEIO_ENGINE_HANDED_OUT
 #define NVMEIO_ENGINE_HANDED_OUT(ops) (ops)
 #endif
@@ -47,7 +48,8 @@ static const struct entry entries[] = {
 #define PATIENCE_OTHER_NS 1000000000
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
-/* A call that took longer did not fail at once: it slept until a signal came. */
+/* EINTR this long after the last failure is no failure: the call slept until a signal
+ * came. */
 #define SLEPT_NS 1000000000
 
 const char *nvmeio_version(void)
@@ -81,7 +83,8 @@ const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known
     return NULL;
 }
 
-/* The value of kernel.io_uring_disabled, or -1 where the kernel has no such switch. */
+/* The value of the sysctl kernel.io_uring_disabled, or -1 if the kernel has no such
+ * sysctl. */
 static int uring_disabled(void)
 {
     int value = -1;
@@ -102,13 +105,13 @@ static const char *explain_uring(int error, char *scratch, size_t size)
     switch (-error) {
     case EPERM:
         if (disabled > 0) {
-            /* At 1, root and the members of one group may still use it. */
+            /* At 1, root and the members of kernel.io_uring_group may still use it. */
             snprintf(scratch, size,
                      "sysctl kernel.io_uring_disabled is %d; set it to 0%s", disabled,
-                     disabled > 1 ? "" : " (root is refused by seccomp alone)");
+                     disabled > 1 ? "" : " (for root, the cause is a seccomp profile)");
             return scratch;
         }
-        return "refused, as the seccomp profiles of containers do; allow "
+        return "refused, probably by the seccomp profile of a container; allow "
                "io_uring_setup, io_uring_enter and io_uring_register";
     case ENOSYS:
         return "the kernel is older than 5.1, or a seccomp profile hides "
@@ -116,9 +119,10 @@ static const char *explain_uring(int error, char *scratch, size_t size)
     case ENOMEM:
         getrlimit(RLIMIT_MEMLOCK, &limit);
         if (limit.rlim_cur == RLIM_INFINITY)
-            return "there is no memory";
+            return "not enough memory";
         snprintf(scratch, size,
-                 "memory ran out, or what of it may be locked; ulimit -l is %llu KiB",
+                 "not enough memory, or too little may be locked; ulimit -l is %llu "
+                 "KiB",
                  (unsigned long long)limit.rlim_cur / 1024);
         return scratch;
     default:

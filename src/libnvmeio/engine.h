@@ -26,29 +26,28 @@ struct nvmeio_block {
     enum nvmeio_op op;
     int fd;
     uint32_t bytes;
-    uint32_t index; /* its index in its worker, below the engine's depth */
+    uint32_t index; /* in the worker's array, so below engine->depth */
     bool data_only; /* an fsync: fdatasync(2) */
     void *address;
     int64_t offset;
-    /* The file is on FUSE. When FUSE answers short, io_uring (Linux 6.18, 2026-11-21)
-     * continues at the wrong place of the memory and reports the full length: wrong
-     * bytes without an error. Its pread and pwrite are right. */
+    /* The file is on FUSE, so the io_uring engine carries out the block by pread(2) or
+     * pwrite(2). If FUSE answers short, io_uring itself (Linux 6.18, 2026-11-21)
+     * continues at the wrong place in memory and reports the full length: wrong bytes
+     * without an error. */
     bool plain;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
-    char *lent; /* the piece in the caller's memory; NULL: in several places */
-    struct nvmeio_extent
-        extent;   /* of a gather or scatter: the extent that it belongs to */
-    void *bounce; /* the worker's memory, or NULL */
+    char *lent; /* where the piece is in the caller's memory; NULL: in several places */
+    struct nvmeio_extent extent; /* of a gather or scatter: the extent it belongs to */
+    void *bounce;                /* the worker's memory, or NULL */
     enum nvmeio_bounce_kind bounce_kind;
-    size_t moved; /* of piece.io_bytes */
-    int64_t
-        stalled_ns; /* since when the kernel has been returning EAGAIN; 0: it has not */
-    int64_t pushed_ns; /* when the engine first got it */
-    int64_t seen_ns;   /* when the worker saw it among the finished; 0: not yet */
+    size_t moved;       /* of piece.io_bytes */
+    int64_t stalled_ns; /* when the kernel began to return EAGAIN; 0: it does not */
+    int64_t pushed_ns;  /* when the engine first got it */
+    int64_t seen_ns;    /* when the worker saw it among the finished; 0: not yet */
 };
 
 struct nvmeio_engine_ops;
@@ -75,8 +74,9 @@ struct nvmeio_engine_ops {
     /* Free everything.  No block is in flight. */
     void (*close)(struct nvmeio_engine *engine);
 
-    /* Take one block, which must stay in place until it is finished. The kernel may see
-     * it only at the next reap(). Never fails: in_flight is below depth. */
+    /* Take one block, which must stay in place until it is finished. The kernel may get
+     * it only at the next reap(). Cannot fail: the caller keeps in_flight below
+     * depth. */
     void (*push)(struct nvmeio_engine *engine, struct nvmeio_block *block);
 
     /* Submit what was pushed and collect what has finished. Waits until at least
@@ -103,15 +103,16 @@ const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known
 /* Explain in words why open() returned `error`, and what would help. */
 void nvmeio_engine_explain(const char *name, int error, char *reason, size_t size);
 
-/* open() and close() with what all engines share. */
+/* Start and stop an engine: its wake-up eventfd, which all engines have, and its own
+ * open() or close(). If the start fails, nothing is left to stop. */
 int nvmeio_engine_start(struct nvmeio_engine *engine,
                         const struct nvmeio_engine_ops *ops, unsigned depth);
 void nvmeio_engine_stop(struct nvmeio_engine *engine);
 
-/* Carry a block out by pread, pwrite or fsync; sets its result. */
+/* Carry out a block by pread(2), pwrite(2) or fsync(2), and set its result. */
 void nvmeio_block_perform(struct nvmeio_block *block);
 
-/* For engines: a block has its result. It is put first in `finished`. */
+/* Put a block that has its result first in `finished`. Only engines call this. */
 static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
                                         struct nvmeio_block *block)
 {
@@ -133,12 +134,12 @@ struct nvmeio_patience {
  * series. */
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
 
-/* Wait for a post, whatever signals come. A semaphore wakes one of several threads, a
- * condition all of them: pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake none
- * (bug 25847). */
+/* Wait for sem_post(3), even if signals arrive. Use a semaphore to wake one of several
+ * threads, and a condition variable only to wake all of them: in glibc 2.25 to 2.40,
+ * pthread_cond_signal(3) may wake none (bug 25847). */
 void nvmeio_semaphore_wait(sem_t *semaphore);
 
-/* Reset an eventfd that was read or polled as ready. */
+/* Reset a non-blocking eventfd to 0, or add a signal to it. */
 void nvmeio_eventfd_clear(int fd);
 void nvmeio_eventfd_signal(int fd);
 

@@ -1,9 +1,9 @@
 /* engine_libaio.c -- carries out blocks by the kernel's native AIO, through libaio.
  *
- * Completions and wake-ups signal the same eventfd, and reap() polls it: a thread in
- * io_getevents(2) could not be woken. Blocks without O_DIRECT are carried out inside
- * io_submit(2). A kernel thread carries out an fsync; before Linux 4.18, the worker
- * does. */
+ * Completions and wake-ups signal the same eventfd, which reap() polls, because nothing
+ * can wake a thread that sleeps in io_getevents(2). Blocks without O_DIRECT are carried
+ * out inside io_submit(2). A kernel thread carries out an fsync; before Linux 4.18, the
+ * worker does. */
 #include "engine.h"
 
 #include <errno.h>
@@ -15,7 +15,7 @@ struct aio {
     io_context_t context;
     struct iocb *controls;   /* one per block, by its index */
     struct iocb **pending;   /* pushed, not yet submitted */
-    struct io_event *events; /* room for all of them */
+    struct io_event *events; /* room for the completions of all blocks */
     unsigned pending_count;
     struct nvmeio_patience patience;
 };
@@ -28,7 +28,8 @@ static void aio_free(struct aio *aio)
     free(aio);
 }
 
-/* fs.aio-max-nr limits the events of the whole system. Accept fewer. */
+/* Set up the context. fs.aio-max-nr limits the events of the whole system, so lower the
+ * depth until there are enough. */
 static int aio_setup(struct nvmeio_engine *engine, struct aio *aio)
 {
     int error = io_setup((int)engine->depth, &aio->context);
@@ -86,7 +87,7 @@ static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     aio->pending[aio->pending_count++] = control;
 }
 
-/* Remove the first `count` pending blocks. */
+/* Remove the first `count` pending blocks, which the kernel has taken. */
 static void aio_taken(struct aio *aio, unsigned count)
 {
     aio->pending_count -= count;
@@ -94,8 +95,9 @@ static void aio_taken(struct aio *aio, unsigned count)
         aio->pending[i] = aio->pending[i + count];
 }
 
-/* io_submit(2) looks at the blocks one by one, so these errors concern the first block
- * alone. Security modules return EACCES and EPERM for one file. */
+/* Whether an error of io_submit(2) concerns only the first pending block. The kernel
+ * checks the blocks one by one, so all errors do that are not transient; security
+ * modules, for example, return EACCES or EPERM for one file. */
 static bool concerns_block(int error)
 {
     return error < 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY &&
@@ -184,8 +186,8 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min)
             continue;
         }
         unsigned count = finished_count(engine);
-        /* Sleep only once. A wake-up or a signal may have ended it, and the worker asks
-         * again. */
+        /* Sleep only once. A wake-up or a signal may have ended the sleep, and the
+         * worker calls reap() again if it still has to wait. */
         if (count >= wait_min || slept || engine->in_flight == 0)
             return (int)count;
         aio_sleep(engine);

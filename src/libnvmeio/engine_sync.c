@@ -23,7 +23,7 @@ static void sync_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     engine->in_flight++;
 }
 
-/* Disks prefer the order in which blocks were pushed. */
+/* Reverse the list, because disks prefer the order in which blocks were pushed. */
 static struct nvmeio_block *oldest_first(struct nvmeio_block *newest)
 {
     struct nvmeio_block *oldest = NULL;

@@ -1,7 +1,7 @@
 /* engine_threads.c -- carries out blocks by pread(2) and pwrite(2) in a few threads.
  *
- * For kernels that allow neither io_uring nor libaio. A thread starts when there is
- * work and none is idle. Threads end with the engine. */
+ * For kernels that allow neither io_uring nor libaio. A push starts another thread if
+ * none is idle. All threads end with the engine. */
 #include "engine.h"
 
 #include <errno.h>
@@ -16,8 +16,7 @@
 
 /* The mutex guards everything below it. */
 struct crew {
-    sem_t work; /* workers wait here: posted once per block, and once per worker to end
-                   it */
+    sem_t work; /* posted once per block, and once per worker to end it */
     pthread_mutex_t mutex;
     pthread_cond_t change;             /* reap() waits here for done_count or woken */
     struct nvmeio_block *first, *last; /* pushed blocks */
@@ -115,7 +114,7 @@ static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *bloc
         crew->first = block;
     crew->last = block;
     crew->queued++;
-    /* A thread that cannot start is no error: there is at least one. */
+    /* It is no error if the thread cannot start: there is at least one. */
     if (crew->queued > crew->idle && crew->count < crew->limit)
         crew_hire(crew);
     pthread_mutex_unlock(&crew->mutex);

@@ -36,7 +36,8 @@ struct uring {
 /* User data of the poll on the wake-up eventfd. No block has this address. */
 static char wake_mark;
 
-/* Set up a ring with as many of the helpful flags as the kernel knows. */
+/* Set up a ring with the best flags that the kernel knows. It returns EINVAL for
+ * others. */
 static int uring_setup(struct io_uring *ring, unsigned entries, unsigned completions)
 {
     static const unsigned own_flags[] = {
@@ -56,7 +57,8 @@ static int uring_setup(struct io_uring *ring, unsigned entries, unsigned complet
     return error;
 }
 
-/* Before Linux 5.12, rings count towards RLIMIT_MEMLOCK: try a smaller one then. */
+/* Set up the ring, with half the depth for as long as the kernel returns ENOMEM: before
+ * Linux 5.12, rings count towards RLIMIT_MEMLOCK. */
 static int uring_open(struct nvmeio_engine *engine)
 {
     struct uring *uring = calloc(1, sizeof(*uring));
@@ -104,7 +106,8 @@ static int uring_hand_over(struct nvmeio_engine *engine)
     }
 }
 
-/* NULL only if the ring is full and the kernel takes nothing from it. */
+/* Return a free entry. NULL only if the ring is full and the kernel takes nothing from
+ * it. */
 static struct io_uring_sqe *uring_entry(struct nvmeio_engine *engine)
 {
     struct uring *uring = engine->state;
@@ -142,8 +145,8 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     io_uring_sqe_set_data(entry, block);
 }
 
-/* Arm as many polls as completions are waited for. A wake-up completes all of them, and
- * so ends the wait. */
+/* Arm one poll of the wake-up eventfd per awaited completion. A wake-up then completes
+ * all of them, and so ends the wait. */
 static void uring_arm_wakes(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;
@@ -158,8 +161,8 @@ static void uring_arm_wakes(struct nvmeio_engine *engine, unsigned wait_min)
     }
 }
 
-/* Collect all completions. Blocks go to `finished`. A caller that does not wait leaves
- * a wake-up for the next one that does. */
+/* Move all completed blocks to `finished`, and return how many. A call that did not
+ * wait leaves the eventfd signalled, for the next one that waits. */
 static int uring_collect(struct nvmeio_engine *engine, bool waits)
 {
     struct uring *uring = engine->state;

@@ -1,4 +1,4 @@
-/* eventfds.c -- which eventfds to signal. */
+/* eventfds.c -- the list of eventfds, and which of them to signal. */
 #include "eventfds.h"
 
 #include <errno.h>
@@ -12,8 +12,8 @@ struct nvmeio_eventfd {
     bool armed;
 };
 
-/* Where the pointer to the entry of `fd` is, or else the last pointer, which is
- * NULL. */
+/* Return the link that points to the entry of `fd`. If there is none, return the last
+ * link, which is NULL. */
 static struct nvmeio_eventfd **find(struct nvmeio_eventfds *eventfds, int fd)
 {
     struct nvmeio_eventfd **place = &eventfds->first;
@@ -56,7 +56,7 @@ void nvmeio_eventfds_clear(struct nvmeio_eventfds *eventfds)
 void nvmeio_eventfds_signal(struct nvmeio_eventfds *eventfds)
 {
     for (struct nvmeio_eventfd *e = eventfds->first; e; e = e->next) {
-        /* It fails if the counter is full; the loop is awake then anyway. */
+        /* This fails only if the counter is full, and then the loop wakes anyway. */
         if (e->armed)
             eventfd_write(e->fd, 1);
         e->armed = false;

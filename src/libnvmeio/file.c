@@ -1,9 +1,9 @@
-/* file.c -- opening files; their alignment and size.
+/* file.c -- opens files, and finds out their alignment and size.
  *
- * A file has one descriptor, with O_DIRECT if the file system has that. A second one,
- * through the page cache, is opened when it is first needed. It is a new open file
- * description, so that nobody's flags change. Other files decide what is transferred by
- * which of the two. */
+ * A file has one descriptor, with O_DIRECT if the file system supports it. A second
+ * one, for the page cache, is opened when it is first needed. It is a new open file
+ * description, so that the flags of the first do not change. transfer.c and gather.c
+ * decide which bytes use which descriptor. */
 #include "file_internal.h"
 
 #include <errno.h>
@@ -49,7 +49,7 @@ struct cachestat_result {
  * and callers that asked for either rely on it. */
 #define KEPT_FLAGS (O_ACCMODE | O_SYNC)
 
-/* Open the file behind `fd` again, with another flag, as a new open file
+/* Open the file behind `fd` again, with one more flag, as a new open file
  * description. */
 static int reopen(int fd, int flag)
 {
@@ -63,11 +63,11 @@ static int reopen(int fd, int flag)
     return result < 0 ? -errno : result;
 }
 
-/* Open what is there, with O_DIRECT unless the file system refuses that: then the flag
- * is taken away. */
+/* Open an existing file. If the file system refuses O_DIRECT, clear that flag in *flags
+ * and open it without. */
 static int open_existing(const char *path, int *flags)
 {
-    /* What has no name (O_TMPFILE) is made. */
+    /* The mode is for O_TMPFILE, which creates a file without a name. */
     int fd = open(path, *flags, 0666);
 
     if (fd < 0 && errno == EINVAL && *flags & O_DIRECT) {
@@ -77,7 +77,8 @@ static int open_existing(const char *path, int *flags)
     return fd < 0 ? -errno : fd;
 }
 
-/* Tell whether it was us who made the file, also without O_EXCL. */
+/* Open a file with O_CREAT. *made is true only if this call created it, which open(2)
+ * without O_EXCL does not tell. */
 static int create(const char *path, int flags, bool *made)
 {
     int fd = open(path, flags | O_EXCL, 0666);
@@ -88,7 +89,8 @@ static int create(const char *path, int flags, bool *made)
     return fd < 0 ? -errno : fd;
 }
 
-/* Take back a file that was just made, unless its name leads elsewhere by now. */
+/* Remove a file that we have just created, unless its name refers to another file by
+ * now. */
 static void unmake(const char *path, int fd)
 {
     struct stat here, there;
@@ -98,7 +100,8 @@ static void unmake(const char *path, int fd)
         unlink(path);
 }
 
-/* Call statx(2). If that is refused, call fstat(2), which says nothing of O_DIRECT. */
+/* Call statx(2). If it is refused, call fstat(2), which does not report the alignment
+ * for O_DIRECT. */
 static int look_at(int fd, struct statx *status)
 {
     struct stat plain;
@@ -121,8 +124,8 @@ static int look_at(int fd, struct statx *status)
     return 0;
 }
 
-/* Find out the file system from the numbers of statfs(2). linux/magic.h lacks some of
- * them. */
+/* Find out the file system by its number (statfs(2)). linux/magic.h lacks some of the
+ * numbers. */
 static void describe_system(struct nvmeio_file *file)
 {
     struct statfs system;
@@ -131,8 +134,7 @@ static void describe_system(struct nvmeio_file *file)
     do
         error = fstatfs(nvmeio_file_any_fd(file), &system);
     while (error && errno == EINTR);
-    /* statfs(2) may fail on FUSE if its server does not answer; on no other file
-     * system. */
+    /* Only on FUSE can statfs(2) fail: if the server does not answer. */
     file->fuse = error || system.f_type == 0x65735546;
     if (error)
         return;
@@ -151,8 +153,7 @@ static void describe_system(struct nvmeio_file *file)
     }
 }
 
-/* Refuse files that have no offsets, such as pipes, and note the properties of
- * others. */
+/* Note the properties of a file. Files without offsets, such as pipes, are refused. */
 static int describe(struct nvmeio_file *file, const struct statx *status, int flags)
 {
     int access = flags & O_ACCMODE;
@@ -164,7 +165,7 @@ static int describe(struct nvmeio_file *file, const struct statx *status, int fl
     file->info.offset_align = 1;
     file->device_bytes = -1;
     if (S_ISBLK(status->stx_mode)) {
-        /* The same device may have several nodes. */
+        /* No inode here: one device may have several nodes. */
         file->info.device = makedev(status->stx_rdev_major, status->stx_rdev_minor);
         int error = ioctl(nvmeio_file_any_fd(file), BLKGETSIZE64, &bytes);
         if (error)
@@ -186,9 +187,10 @@ static bool power_of_two(uint32_t value)
     return value && (value & (value - 1)) == 0;
 }
 
-/* The kernel returns 0 if it does not know (btrfs, tmpfs, Linux before 6.1). Every file
- * system with O_DIRECT accepts whole pages, so try to read one. If the descriptor
- * cannot be read, the first transfer shows whether O_DIRECT works. */
+/* Find out whether O_DIRECT works on a file whose alignment the kernel does not know
+ * (btrfs, tmpfs, Linux before 6.1). Every file system with O_DIRECT accepts whole
+ * pages, so try to read one. If the file is open only for writing, the first transfer
+ * will show it. */
 static int probe_direct(const struct nvmeio_file *file)
 {
     void *page;
@@ -199,8 +201,9 @@ static int probe_direct(const struct nvmeio_file *file)
     if (file->info.readable && pread(file->direct_fd, page, 4096, 0) < 0)
         error = -errno;
     free(page);
-    /* Only these two errors mean that there is no O_DIRECT. Others may pass, or come
-     * from a bad sector, and must not disable it for as long as the file is open. */
+    /* Only these two errors mean that there is no O_DIRECT. Others may be transient, or
+     * come from a bad sector, and must not disable it for as long as the file is
+     * open. */
     return error == -EINVAL || error == -EOPNOTSUPP ? -EINVAL : 0;
 }
 
@@ -224,15 +227,18 @@ static int find_alignment(struct nvmeio_file *file, const struct statx *status)
     return 0;
 }
 
-/* Whether to use the page cache after this error. If descriptors or memory ran out, or
- * a signal came, the caller has to know: being slow would not help. */
+/* Whether to fall back to the page cache after this error. If descriptors or memory ran
+ * out, or a signal came, the error has nothing to do with O_DIRECT, so the caller must
+ * get it. */
 static bool does_without(const struct nvmeio_file *file, int error)
 {
     return !file->demanded && error != -EMFILE && error != -ENFILE &&
            error != -ENOMEM && error != -EINTR;
 }
 
-/* Use a descriptor with O_DIRECT. Otherwise return the errno that says why not. */
+/* Make `fd` the descriptor with O_DIRECT. If that fails, or if `fd` is the -errno of
+ * opening it, fall back to the page cache and return 0, or return the error if
+ * does_without() forbids that. */
 static int use_direct(struct nvmeio_file *file, const struct statx *status, int fd)
 {
     int error = fd;
@@ -256,9 +262,9 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
     return 0;
 }
 
-/* A process's umask can take away rights that it opens the file with. So the page
- * cache's descriptor is opened at once: we have just made the file, and may give the
- * missing rights to its owner, and to nobody else, for a moment. */
+/* The umask may have removed permissions of a new file that opening it again needs. So
+ * open the page cache's descriptor at once. Because we have just created the file, we
+ * may grant the missing permissions for a moment, and only to its owner. */
 static int open_without_rights(struct nvmeio_file *file, mode_t mode)
 {
     mode_t needed =
@@ -299,14 +305,16 @@ static void file_free(struct nvmeio_file *file)
     free(file);
 }
 
-/* Give a file its one descriptor, and take O_NONBLOCK off. */
+/* Open a path as the first descriptor of a file. *made is true if this call created the
+ * file, which the caller must then remove after an error. */
 static int open_path(struct nvmeio_file *file, const char *path, int flags,
                      enum nvmeio_direct direct, bool *made)
 {
-    /* O_NONBLOCK: opening a FIFO must not hang.  It is taken off again, or io_uring
-     * would answer EAGAIN instead of waiting for the disk.  O_NOCTTY: a terminal that
-     * is opened by mistake must not become ours.  O_TRUNC comes last: an open that
-     * fails must not have emptied the file. */
+    /* O_NONBLOCK: opening a FIFO must not hang. The flag is cleared below, because with
+     * it io_uring would return EAGAIN instead of waiting for the disk. O_NOCTTY: a
+     * terminal that is opened by mistake must not become the controlling one. O_TRUNC
+     * is left to the caller, because an open that fails must not have emptied the
+     * file. */
     int base = (flags & ~(O_TRUNC | O_DIRECT)) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     int existing = (base & ~O_CREAT) | (direct == NVMEIO_DIRECT_NEVER ? 0 : O_DIRECT);
     bool must_make = (flags & O_CREAT) && (flags & O_EXCL);
@@ -314,13 +322,15 @@ static int open_path(struct nvmeio_file *file, const char *path, int flags,
 
     int fd = must_make ? -ENOENT : open_existing(path, &existing);
     int error = fd < 0 ? fd : look_at(fd, &status);
-    /* What is another's is opened as was asked: in a folder like /tmp the kernel may
-     * refuse O_CREAT, and no other flag (fs.protected_regular). */
+    /* Open another user's file with O_CREAT, as the caller asked. In folders like /tmp
+     * the kernel may refuse that, and checks it only with this flag
+     * (fs.protected_regular). */
     if ((flags & O_CREAT) &&
         (error == -ENOENT || (error == 0 && status.stx_uid != geteuid()))) {
         if (fd >= 0)
             close(fd);
-        /* Where there is no O_DIRECT the kernel would make the file and then fail. */
+        /* Without O_DIRECT: where it is not supported, the kernel would create the file
+         * and then fail. */
         fd = create(path, base, made);
         error = fd < 0 ? fd : look_at(fd, &status);
     }
@@ -364,8 +374,9 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     return 0;
 }
 
-/* Sort a duplicate of a caller's descriptor into fd and direct_fd.  Its description is
- * shared with the caller, so a flag that disturbs is avoided by opening anew. */
+/* Set fd and direct_fd from a duplicate of the caller's descriptor. It shares the
+ * caller's open file description, whose flags must not change. So if O_DIRECT or
+ * O_NONBLOCK is in the way, open the file anew. */
 static int duplicate(struct nvmeio_file *file, int fd, int flags,
                      enum nvmeio_direct direct)
 {
@@ -450,9 +461,9 @@ void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_inf
         info->direct = false;
 }
 
-/* The file cannot be opened again: its permissions have changed, or there is no /proc.
- * Clear O_DIRECT on its only description, so that the page cache serves all
- * transfers. */
+/* Give up O_DIRECT, because the file cannot be opened again: its permissions have
+ * changed, or there is no /proc. Without the flag on its only description, the page
+ * cache serves all transfers. */
 static int turn_to_page_cache(struct nvmeio_file *file)
 {
     int fd = fcntl(file->direct_fd, F_DUPFD_CLOEXEC, 0);
@@ -485,7 +496,7 @@ static int open_buffered(struct nvmeio_file *file, bool may_turn)
         fd = turn_to_page_cache(file);
     if (fd < 0)
         return nvmeio_error_told(fd);
-    /* Opening may block, so only the store is guarded. */
+    /* Opening may block, so forks are held back only during the store. */
     nvmeio_fork_hold();
     bool first = atomic_compare_exchange_strong(&file->fd, &none, fd);
     nvmeio_fork_resume();
@@ -510,7 +521,7 @@ int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size)
     struct cachestat_range part = {(uint64_t)offset, size};
     struct cachestat_result found;
 
-    if (size == 0) /* 0 means all the rest to the kernel */
+    if (size == 0) /* to the kernel, 0 means the rest of the file */
         return 0;
     if (syscall(SYS_cachestat, fd, &part, &found, 0L, 0L, 0L))
         return -errno;
@@ -577,8 +588,8 @@ static size_t first_difference(const char *a, const char *b, size_t size)
     return i;
 }
 
-/* Sleep briefly after an error that may pass, for one second altogether. False: return
- * the error. */
+/* Return whether to try again after an error of pread(2). Sleeps 1 ms before that if
+ * the error is EAGAIN or EBUSY, and gives up after a second of them. */
 static bool waits_for(int error, unsigned *tries)
 {
     static const struct timespec pause = {0, 1000000};

@@ -1,4 +1,4 @@
-/* file_internal.h -- what the library knows of an open file. */
+/* file_internal.h -- what the library knows about an open file. */
 #ifndef NVMEIO_FILE_INTERNAL_H
 #define NVMEIO_FILE_INTERNAL_H
 
@@ -15,58 +15,61 @@
 struct nvmeio_file {
     atomic_uint references;
 
-    /* At least one of the two is open, and both lead to the same file. */
+    /* At least one of the two is open. Both refer to the same file. */
     atomic_int fd; /* through the page cache, or -1 until nvmeio_file_fd() opens it */
     int direct_fd; /* with O_DIRECT, or -1 */
 
     bool demanded;  /* NVMEIO_DIRECT_ALWAYS: never use the page cache instead */
     bool fuse;      /* on FUSE: see nvmeio_block.plain */
-    bool in_memory; /* on tmpfs: no device whose speed depends on the kind of pages */
-    bool local; /* a block device, or on a file system that is known to be local: not on
-                   FUSE, NFS or the like, nor on overlayfs */
+    bool in_memory; /* on tmpfs: there is no device that prefers huge pages */
+    /* A block device, or on a file system that is known to be local: not on FUSE, NFS
+     * or the like, nor on overlayfs. */
+    bool local;
     struct nvmeio_file_info info;
     int64_t device_bytes; /* the size of a block device, -1 for a regular file */
 
-    /* The device refused a direct transfer that should have been right (EINVAL). From
-     * then on the file uses the page cache. Relaxed: it is only a hint. */
+    /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
+     * O_DIRECT had to be given up. From then on the file uses the page cache. Relaxed:
+     * it is only a hint. */
     atomic_bool direct_refused;
 };
 
-/* For calls that either descriptor serves. */
+/* Return either descriptor, for calls that do not care which. */
 static inline int nvmeio_file_any_fd(const struct nvmeio_file *file)
 {
     int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
     return fd >= 0 ? fd : file->direct_fd;
 }
 
-/* Open the page cache's descriptor, if it is not open yet: 0 or -errno. */
+/* Open the page cache's descriptor, if it is not open yet. Returns 0 or -errno. */
 static inline int nvmeio_file_need_buffered(struct nvmeio_file *file)
 {
     int fd = nvmeio_file_fd(file);
     return fd < 0 ? fd : 0;
 }
 
-/* Whether the page cache has all of a non-empty range, and may serve it. It may serve
- * regular files on local file systems, where it shows everything that is written. It
- * may not where the bytes come from elsewhere (FUSE, NFS), nor for a disk whose
- * partitions may be written to. */
+/* Whether the page cache holds all of a non-empty range, and may serve it. It may serve
+ * regular files on local file systems, because it shows every write to them. It may be
+ * out of date for files whose bytes come from elsewhere (FUSE, NFS), and for a disk
+ * whose partitions are written to. */
 bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size);
 
-/* Open the page cache's descriptor, if it is not open yet and the file keeps O_DIRECT.
- * Returns whether it is open. */
+/* Open the page cache's descriptor, if it is not open yet, without ever giving up
+ * O_DIRECT for it. Returns whether it is open. */
 bool nvmeio_file_try_buffered(struct nvmeio_file *file);
 
-/* What a plan for this file needs, except for the handle's bounce policy. */
+/* Set all fields of a geometry except `bounce`, which is the handle's. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
 
-/* Drop a reference, unless it is the last one: then return false and do nothing. */
+/* Drop a reference and return true, unless it is the last one. The caller must drop the
+ * last one without the queue's mutex, because that closes the file. */
 bool nvmeio_file_release_shared(struct nvmeio_file *file);
 
-/* The error that an outcome reports for -errno from the system. In an outcome, -ENODATA
- * means the end of the file, and -ECANCELED that cancel() did it. But with O_DIRECT the
- * kernel returns ENODATA for an unreadable medium (BLK_STS_MEDIUM in its
- * block/blk-core.c), and a FUSE server may return anything. Both become -EIO. */
+/* Return the error that an outcome reports for -errno from the system. In an outcome,
+ * -ENODATA means the end of the file, and -ECANCELED means nvmeio_request_cancel(). But
+ * with O_DIRECT the kernel returns ENODATA for an unreadable medium (BLK_STS_MEDIUM in
+ * its block/blk-core.c), and a FUSE server may return either. So both become -EIO. */
 int nvmeio_error_told(int error);
 
 #endif

@@ -1,4 +1,4 @@
-/* fork.c -- counts forks, makes them wait, and calls the hooks of other files.
+/* fork.c -- counts forks, holds them back, and calls the hooks of other files.
  *
  * One pthread_atfork() serves the whole library, so the order in which locks are taken
  * before a fork is decided in one place. */
@@ -11,11 +11,11 @@
 
 #include "fork.h"
 
-/* Only a new child writes it, while it has one thread. Relaxed order is enough. */
+/* Only a new child writes it, while it has one thread, so relaxed order is enough. */
 static _Atomic uint32_t generation;
 
-static bool
-    forked_before; /* set when the library was loaded: a child that never called exec */
+/* When the library was loaded, this was a forked child that had not called exec. */
+static bool forked_before;
 
 static struct nvmeio_fork_hooks *hooks_first;
 
@@ -70,8 +70,8 @@ bool nvmeio_fork_without_exec(void)
     return forked_before || nvmeio_fork_generation() > 0;
 }
 
-/* Linux, PF_FORKNOEXEC: the ninth field of /proc/self/stat, behind a name in brackets
- * that may hold anything. */
+/* Read PF_FORKNOEXEC in the ninth field of /proc/self/stat (proc(5)). The name in
+ * brackets before it may contain any character, so search for the last bracket. */
 static bool was_forked(void)
 {
     char text[1024];
@@ -87,8 +87,8 @@ static bool was_forked(void)
            (flags & 0x40);
 }
 
-/* This can fail for want of memory alone, while the library is being loaded and nobody
- * could be told. */
+/* pthread_atfork(3) can fail only for lack of memory. Its result is ignored: while the
+ * library is being loaded, there is no caller to report it to. */
 __attribute__((constructor)) static void register_hooks(void)
 {
     forked_before = was_forked();

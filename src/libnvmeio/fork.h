@@ -4,12 +4,14 @@
 
 #include <stdbool.h>
 
-/* Whether this process is a child of fork() that has not called exec. The library may
- * have been loaded since. A child has the state of its parent's libraries, but not
- * their threads. */
+/* Whether this process is a forked child that has not called exec, even if it loaded
+ * this library only after the fork. Such a child has the state of its parent's
+ * libraries, but none of their threads. */
 bool nvmeio_fork_without_exec(void);
-/* Functions that run in the thread that forks. child() sees the new generation. A bare
- * clone(2) or vfork(2) calls none of them. */
+
+/* Functions that fork() calls in the thread that forks. In child(),
+ * nvmeio_fork_generation() is already the new one. A bare clone(2) or vfork(2) calls
+ * none of them. */
 struct nvmeio_fork_hooks {
     void (*prepare)(void); /* before the fork: takes locks */
     void (*parent)(void);  /* after it, in the parent: releases them */
@@ -17,15 +19,17 @@ struct nvmeio_fork_hooks {
     struct nvmeio_fork_hooks *next;
 };
 
-/* Add hooks. They belong to the caller and must live as long as the process. Call this
- * from constructors only: the list is not locked. Hooks added last prepare first. */
+/* Add hooks. The caller owns them, and they must live as long as the process. Call this
+ * only from constructors, because the list has no lock. prepare() of the hooks added
+ * last is called first. */
 void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks);
 
-/* No fork can begin between these two calls: fork() waits. So call nothing that may
- * block.
+/* Hold back forks: between these two calls, fork() waits. So call nothing in between
+ * that may block.
  *
- * The kernel copies the descriptors before the memory. A child could otherwise have the
- * number of a descriptor in its memory, but not the descriptor. */
+ * Use it to store the number of a new descriptor. The kernel copies the descriptors
+ * before the memory, so a child could otherwise have the number in its memory without
+ * having the descriptor. */
 void nvmeio_fork_hold(void);
 void nvmeio_fork_resume(void);
 

@@ -10,8 +10,8 @@
 #include "records.h"
 #include "request_internal.h"
 
-/* How many records, at most, are looked up to learn whether the page cache has any of
- * them. */
+/* How many records, at most, are sampled to find out whether the page cache has any of
+ * the file. */
 #define CACHED_SAMPLES 16u
 
 struct nvmeio_gathering {
@@ -98,8 +98,9 @@ static bool next_extent(struct nvmeio_request *request)
     return nvmeio_records_next(gathering->records, &limits, &request->extent);
 }
 
-/* Read from the page cache what it already has. If it has none of the samples, the
- * other records are not looked up, so that a cold gather takes no longer. */
+/* Mark the extents that the page cache has whole, so that they are read from there. If
+ * it has none of a few samples, the others are not looked up, so that a cold gather
+ * takes no longer. */
 static void find_cached(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->gathering->records;
@@ -118,7 +119,7 @@ static void find_cached(struct nvmeio_request *request)
     records->next = 0;
 }
 
-/* Go to the next extent with a span to cut, in this round or the second one. */
+/* Go to the next extent that has a span to cut, in this round or else in the second. */
 static void find_extent(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -144,8 +145,8 @@ static void gather_next(struct nvmeio_request *request)
         find_extent(request);
 }
 
-/* When all of a gather is back, read every record that failed together with others
- * again, on its own: their bytes may have caused the error. */
+/* After all of a gather has landed: if records failed that were read together, read
+ * each of them again alone, because the bytes of another may have caused the error. */
 static bool gather_next_round(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -173,7 +174,7 @@ static void gather_fail(struct nvmeio_request *request,
     request->failed = true;
     nvmeio_records_fail(request->gathering->records, &block->extent, position,
                         piece->position + piece->wanted, (int)block->result);
-    /* Nothing is written behind a gap. */
+    /* Drop the rest of the extent, because it would leave a gap in the file. */
     if (grows_file(request) && !nvmeio_request_is_cut(request) &&
         request->extent.first == block->extent.first) {
         nvmeio_records_fail(request->gathering->records, &request->extent, position,
@@ -182,7 +183,7 @@ static void gather_fail(struct nvmeio_request *request,
     }
 }
 
-/* What was never cut has failed too. */
+/* Mark the records that were never cut as failed. */
 static void fail_uncut(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->gathering->records;

@@ -1,5 +1,5 @@
-/* handle.c -- opening, submitting, cancelling and closing, and what a fork does to
- * them.
+/* handle.c -- opening and closing handles, submitting and cancelling requests, and what
+ * a forked child does anew.
  *
  * queue.c decides when a request may go on, request.c how it is cut, and worker.c
  * carries out its blocks. Waiting is in wait.c. */
@@ -18,8 +18,8 @@
 #include "records.h"
 
 /* Added to the generation while a process makes its queue and workers anew. A child
- * forked meanwhile has another generation, and so does not wait for a thread that it
- * does not have. */
+ * that is forked meanwhile has another generation, so it does not wait for that thread,
+ * which it does not have. */
 #define REOPENING (UINT32_C(1) << 31)
 
 static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
@@ -28,12 +28,12 @@ static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
     return handle;
 }
 
-/* Writes that extend a file land one block at a time. Blocks of this size are as fast
- * that way as many at once (figures in docs/decisions.md). */
+/* The size of blocks that extend a file. They land one at a time, and at this size that
+ * is as fast as many at once (figures in docs/decisions.md). */
 #define ORDERED_BYTES (8u << 20)
 
-/* The most that nvmeio_perform() carries out itself. Workers do the rest, because
- * Ctrl-C can interrupt a thread that waits for them. */
+/* The largest transfer that nvmeio_perform() carries out itself. Larger ones go to the
+ * workers, because Ctrl-C can interrupt a thread that waits for them. */
 #define PERFORM_BYTES_MAX (1u << 20)
 
 static void handle_release(struct nvmeio_handle *handle)
@@ -69,7 +69,7 @@ static bool valid(const struct nvmeio_config *config)
            config->engine;
 }
 
-/* Round sizes up to whole alignments, so that they suit any file. */
+/* Set the sizes of blocks and bounces, rounded so that they suit any file. */
 static void set_owner(struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
@@ -80,7 +80,7 @@ static void set_owner(struct nvmeio_handle *handle)
 
     if (ordered > ORDERED_BYTES)
         ordered = block > ORDERED_BYTES ? block : ORDERED_BYTES;
-    /* At least two per worker, if the limit allows it. */
+    /* At least two bounces per worker, if the limit allows that. */
     if (bounce > NVMEIO_BOUNCE_BYTES)
         bounce = NVMEIO_BOUNCE_BYTES;
     if (bounce > quota / 2)
@@ -96,8 +96,8 @@ static void set_owner(struct nvmeio_handle *handle)
     };
 }
 
-/* Try the engines in order, and note why one is passed over. If a thread, a descriptor
- * or memory is lacking, another engine would not help. */
+/* Start the first engine that works, and note why others were skipped. Give up if
+ * threads, descriptors or memory ran out, because another engine would not help. */
 static int start_any(struct nvmeio_handle *handle)
 {
     size_t used = 0;
@@ -170,8 +170,8 @@ static void reopen(struct nvmeio_handle *handle)
     handle->life_waiters = NULL;
     handle->workers.list = NULL;
     handle->workers.alive = handle->workers.started = 0;
-    /* The parent closed it, or the child did before it used it: no thread is stopping
-     * it. */
+    /* The parent closed the handle before the fork, or stop() is closing it in this
+     * child before its first use. Either way, no thread is stopping workers. */
     bool closed = handle->life >= NVMEIO_HANDLE_CLOSING;
     int error = closed ? 0 : nvmeio_workers_start(&handle->workers);
     handle->queue.dead_error = error;
@@ -182,8 +182,9 @@ static void reopen(struct nvmeio_handle *handle)
                           memory_order_release);
 }
 
-/* True in a child whose handle nobody has used yet; it belongs to the caller until
- * reopen(). False if queue and workers are those of this process. */
+/* Return true if this is the first use of the handle in a forked child. The caller must
+ * then call reopen(), and other threads wait for it. Return false if the queue and the
+ * workers already belong to this process. */
 static bool claim(struct nvmeio_handle *handle)
 {
     uint32_t now = nvmeio_fork_generation();
@@ -208,7 +209,8 @@ void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
         reopen(handle);
 }
 
-/* The mutex is held, and unlocked meanwhile. */
+/* Sleep for as long as the handle is in this state. The mutex is held, and unlocked
+ * meanwhile. */
 static void wait_while(struct nvmeio_handle *handle, int life)
 {
     while ((int)handle->life == life) {
@@ -218,8 +220,8 @@ static void wait_while(struct nvmeio_handle *handle, int life)
     }
 }
 
-/* A child that was short of descriptors, memory or threads at its first use tries
- * again. The mutex is held, and unlocked meanwhile. */
+/* Try again to start the workers of a forked child, which ran out of descriptors,
+ * memory or threads before. The mutex is held, and unlocked meanwhile. */
 static void start_missing_workers(struct nvmeio_handle *handle)
 {
     wait_while(handle, NVMEIO_HANDLE_STARTING);
@@ -234,7 +236,7 @@ static void start_missing_workers(struct nvmeio_handle *handle)
     nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
 }
 
-/* A request may only come after requests of the same handle and process. */
+/* Refuse `after` requests of another handle, or from before a fork. */
 static int check_after(const struct nvmeio_handle *handle,
                        const struct nvmeio_after *after)
 {
@@ -247,7 +249,8 @@ static int check_after(const struct nvmeio_handle *handle,
     return 0;
 }
 
-/* Plan a new request, unless it comes after others. It is released if that fails. */
+/* Plan a new request, or make its links if it comes after others. If that fails, the
+ * request is released. */
 static int prepare(struct nvmeio_request *request, const struct nvmeio_after *after)
 {
     struct nvmeio_request *part;
@@ -267,7 +270,8 @@ static int prepare(struct nvmeio_request *request, const struct nvmeio_after *af
     return -ENOMEM;
 }
 
-/* Pass a new request to the queue. */
+/* Plan a new request and pass it to the queue. If that fails, the request is
+ * released. */
 static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
                    const struct nvmeio_after *after, struct nvmeio_request **result)
 {
@@ -282,7 +286,7 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
         nvmeio_request_release(request);
         return -EPIPE;
     }
-    /* Set before it can be done: another thread may pop it at once. */
+    /* Set *result first: another thread may pop the request as soon as it is queued. */
     *result = request;
     nvmeio_queue_add(&handle->queue, request, after);
     nvmeio_queue_begin(&handle->queue, request);
@@ -365,8 +369,9 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
     return hand_in(handle, request, &gather->after, result);
 }
 
-/* Carry out the only block of a request. The signal that comes with EFBIG (SIGXFSZ,
- * RLIMIT_FSIZE) would end the process, so it is blocked here, as in the workers. */
+/* Carry out the only block of a request in this thread. A write beyond RLIMIT_FSIZE
+ * returns EFBIG, but also sends SIGXFSZ, which would end the process. So the signal is
+ * blocked here, as it is in the workers, and removed if it came. */
 static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
 {
     static const struct timespec at_once = {0, 0};
@@ -414,7 +419,8 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         transfer->size > handle->owner.block_bytes ||
         transfer->size > PERFORM_BYTES_MAX)
         return error;
-    /* A thread that was cancelled here would leave its stack in the queue. */
+    /* The request is on this thread's stack, and the queue points to it. So
+     * pthread_cancel(3) must not end the thread now. */
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     nvmeio_handle_ensure_own(handle);
     nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
@@ -432,7 +438,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     nvmeio_queue_add(&handle->queue, &request, &at_once);
     bool has_block = nvmeio_request_has_block(&request);
     if (has_block)
-        /* One block holds all of it, even where it is not aligned. */
+        /* One block takes all of it, even if it is not aligned. */
         nvmeio_request_cut(&request, &block,
                            handle->owner.block_bytes + NVMEIO_OFFSET_ALIGN_MAX);
     else
@@ -460,7 +466,7 @@ out:
 }
 
 /* Whether a request, or a part of one, has anything left to drop. While a request is
- * being planned, its other fields must not be read. */
+ * being planned, another thread writes its fields, so only its phase may be read. */
 static bool can_drop(const struct nvmeio_request *request)
 {
     return !nvmeio_queue_is_settling(request) && !request->cancelled &&
@@ -473,7 +479,7 @@ static bool drop_rest(struct nvmeio_queue *queue, struct nvmeio_request *request
     if (!can_drop(request))
         return false;
     request->cancelled = true;
-    /* It ends as soon as it is planned. */
+    /* A request that is being planned ends as soon as plan() returns. */
     if (request->phase != NVMEIO_PHASE_PLANNING)
         nvmeio_queue_progress(queue, request);
     return true;
@@ -490,7 +496,8 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
     if (nvmeio_request_before_fork(request))
         return -EOWNERDEAD;
     nvmeio_queue_lock(queue);
-    /* The last part to end must find the whole cancelled. */
+    /* Mark the whole before its parts, because the last part to end also ends the
+     * whole. */
     for (size_t i = 0; !dropped && (part = nvmeio_part(request, i)); i++)
         dropped = can_drop(part);
     if (dropped)
@@ -543,8 +550,8 @@ void nvmeio_handle_latencies(struct nvmeio_handle *handle,
 static void stop(struct nvmeio_handle *handle)
 {
     if (claim(handle)) {
-        /* A child that never used it has nothing to stop: everything belongs to the
-         * parent. */
+        /* A child that never used the handle has nothing to stop: everything belongs to
+         * the parent. */
         handle->life = NVMEIO_HANDLE_CLOSING;
         reopen(handle);
         return;
@@ -569,7 +576,8 @@ static void stop(struct nvmeio_handle *handle)
 
 void nvmeio_handle_stop(struct nvmeio_handle *handle)
 {
-    /* Another thread may close it as soon as it is stopped. */
+    /* Hold a reference, because another thread may close the handle as soon as it is
+     * stopped. */
     retain(handle);
     stop(handle);
     handle_release(handle);

@@ -14,9 +14,9 @@ struct nvmeio_handle {
     char fallback[512];
 
     atomic_uint references;
-    /* The process that queue and workers belong to. REOPENING is added while a forked
-     * child makes its own. Release and acquire: a thread that sees the number sees the
-     * queue. */
+    /* The fork generation of the process that the queue and the workers belong to, plus
+     * REOPENING while a forked child makes its own. Release and acquire: a thread that
+     * sees the number sees the queue. */
     _Atomic uint32_t generation;
 
     struct nvmeio_queue queue;
@@ -25,8 +25,8 @@ struct nvmeio_handle {
     struct nvmeio_workers workers;
     enum {
         NVMEIO_HANDLE_OPEN,
-        NVMEIO_HANDLE_MISSING,  /* a child could not start its workers, and will try
-                                   again */
+        NVMEIO_HANDLE_MISSING,  /* a forked child could not start its workers; each
+                                   submission tries again */
         NVMEIO_HANDLE_STARTING, /* a thread is starting them now */
         NVMEIO_HANDLE_CLOSING,  /* no more submissions */
         NVMEIO_HANDLE_CLOSED,   /* the workers have ended */
@@ -34,8 +34,8 @@ struct nvmeio_handle {
     struct nvmeio_waiter *life_waiters; /* threads that wait for the next state */
 };
 
-/* Make sure that queue and workers belong to this process; a child makes new ones. The
- * mutex is not held. */
+/* Make sure that the queue and the workers belong to this process: in a forked child,
+ * the first call makes new ones. Call it without the mutex. */
 void nvmeio_handle_ensure_own(struct nvmeio_handle *handle);
 
 #endif

@@ -1,8 +1,8 @@
-/* latency.c -- which bucket of a histogram a latency falls into.
+/* latency.c -- the buckets of the latency histogram.
  *
- * Pure arithmetic; worker.c decides when a block begins and ends. The layout is that of
- * fio and HdrHistogram (hdrhistogram.org): powers of two, each divided into equal
- * buckets. */
+ * Pure arithmetic; worker.c decides when a block begins and ends. The layout is the
+ * same as in fio and HdrHistogram (hdrhistogram.org): powers of two, each divided into
+ * equal buckets. */
 #include "block.h"
 
 /* Below 2 * WIDE, each nanosecond has its own bucket. */

@@ -1,14 +1,15 @@
 /* many.c -- transfers of several files as one request.
  *
- * Each is a request of its own, called a part. A part has no reference and no report;
- * those belong to the whole. The whole has no blocks, and is done when its last part
+ * Each is a request of its own, called a part. Parts are neither referenced nor
+ * reported; only the whole is. The whole has no blocks, and is done when its last part
  * is. */
 #include <stdlib.h>
 
 #include "file_internal.h"
 #include "request_internal.h"
 
-/* Neighbouring transfers mostly use the same file, so its size is looked up once. */
+/* Look up the size of a file once for neighbouring transfers, which mostly use the same
+ * one. */
 static void many_plan(struct nvmeio_request *request)
 {
     const struct nvmeio_file *file = NULL;
@@ -70,7 +71,7 @@ static size_t many_failures(const struct nvmeio_request *request,
 
 static void many_free(struct nvmeio_request *request)
 {
-    /* If the handle refused them, they still hold their files. */
+    /* If the handle refused the request, the parts still hold their files. */
     for (size_t i = 0; i < request->parts->count; i++)
         nvmeio_file_release(request->parts->list[i].file);
     free(request->parts);
@@ -98,7 +99,8 @@ struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
         free(parts);
         return NULL;
     }
-    /* No fsync looks for this operation: it looks at the parts. */
+    /* The operation of the whole does not matter: an fsync that looks for earlier
+     * writes finds the parts. */
     nvmeio_request_init(request, &many_ops, handle, owner, NVMEIO_OP_READ, NULL,
                         many->user);
     request->parts = parts;

@@ -1,4 +1,4 @@
-/* pages.c -- finds out the kinds of pages, by PAGEMAP_SCAN of /proc/self/pagemap. */
+/* pages.c -- finds out the size of pages, by PAGEMAP_SCAN of /proc/self/pagemap. */
 #include "pages.h"
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 #define MADV_POPULATE_READ 22 /* Linux 5.14 */
 #endif
 
-/* One sample per this many bytes, of at most this size. */
+/* One page is looked up per this many bytes, but no more pages than SAMPLES_MAX. */
 #define SAMPLE_BYTES ((size_t)256 << 10)
 #define SAMPLES_MAX 8u
 
@@ -53,7 +53,7 @@ static enum kind kind_of(int fd, uintptr_t page, size_t page_bytes)
     return region.categories & SCAN_HUGE ? HUGE : SMALL;
 }
 
-/* How many of the samples are in small pages. */
+/* How many of the sampled pages are small; 0 if the kernel cannot tell. */
 static size_t count_small(int fd, uintptr_t address, size_t size, size_t samples,
                           enum nvmeio_op op)
 {
@@ -82,8 +82,8 @@ bool nvmeio_pages_are_small(const void *address, size_t size, enum nvmeio_op op)
         samples = SAMPLES_MAX;
     if (samples == 0)
         samples = 1;
-    /* Opened each time, which takes 1 us: in a child, a kept one would be the
-     * parent's. */
+    /* Open it each time, which takes 1 us: in a forked child, a descriptor that was
+     * kept would still show the parent's memory. */
     int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return false;

@@ -5,13 +5,13 @@
  * list of its free extents. An allocation takes the best fit, and free neighbours of
  * one arena are joined.
  *
- * Small and large allocations have separate arenas, because a small one that lives long
- * in the middle of free memory would spoil it for the next large one. Each NUMA node
- * that was asked for has its own as well.
+ * Small and large allocations have separate arenas, because a long-lived small one in
+ * the middle of free memory would leave no room for the next large one. Each NUMA node
+ * has its own arenas as well.
  *
- * One mutex guards all of it. Mapping, populating and locking of pages may take long,
- * and happen without it. Threads that want little memory wait for the one that maps a
- * huge page for all of them. */
+ * One mutex guards all of it. Mapping, populating and locking pages may take long, so
+ * that happens without it. Threads that want less than a huge page wait while one of
+ * them maps one for all. */
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
@@ -57,7 +57,7 @@ struct extent {
 /* Allocations of the same kind: small or large, on one node. */
 struct arena {
     struct extent *free;
-    bool grows; /* a thread is mapping a huge page for all that want less */
+    bool grows; /* a thread is mapping a huge page for all threads that want less */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -68,13 +68,13 @@ static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
 static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
-static size_t
-    growing_bytes; /* the part of bytes_mapped that threads are about to map */
+/* The part of bytes_mapped that threads are about to map. */
+static size_t growing_bytes;
 static bool hugetlb_wanted;
 
-/* All chunks lie between these. They are written under the mutex, and out_of_bounds()
- * reads them without it. Relaxed is enough: a thread with an address of the pool got it
- * after its chunk had widened the bounds. */
+/* All chunks lie between these. They are written under the mutex, but out_of_bounds()
+ * reads them without it. Relaxed order is enough: a thread that has an address of the
+ * pool got it after the bounds included its chunk. */
 static _Atomic uintptr_t lowest = UINTPTR_MAX;
 static _Atomic uintptr_t highest;
 
@@ -147,8 +147,8 @@ static void unlist_free(struct extent *extent)
         extent->next->previous = extent->previous;
 }
 
-/* The smallest free extent that is large enough, and of those the lowest, so that the
- * top of the memory stays in one piece. */
+/* Return the smallest free extent that is large enough; of several, the one with the
+ * lowest address, so that the top of the memory stays in one piece. */
 static struct extent *best_fit(const struct arena *arena, size_t bytes)
 {
     struct extent *best = NULL;
@@ -162,7 +162,8 @@ static struct extent *best_fit(const struct arena *arena, size_t bytes)
     return best;
 }
 
-/* Split a free extent behind its first `bytes`. The rest is a free extent too. */
+/* Split a free extent after its first `bytes`, and return the rest, which is free too.
+ * Returns NULL, and changes nothing, if there is no memory for another extent. */
 static struct extent *cut(struct extent *extent, size_t bytes)
 {
     size_t rest_bytes = extent->bytes - bytes;
@@ -214,8 +215,8 @@ static void put_back(struct extent *extent)
         list_free(extent);
 }
 
-/* Populate every page now, with huge pages where the kernel has them. If it refuses
- * huge pages, that only costs speed. */
+/* Populate every page now, with huge pages if the kernel has any. Small pages are only
+ * slower. */
 static int populate(char *chunk, size_t bytes)
 {
     madvise(chunk, bytes, MADV_HUGEPAGE);
@@ -229,7 +230,8 @@ static int populate(char *chunk, size_t bytes)
     return 0;
 }
 
-/* Bind a chunk's memory to one node (mbind(2), without its library). */
+/* Bind a chunk's memory to one node, by mbind(2). The system call is used directly,
+ * because its wrapper is in libnuma. */
 static int bind_to(char *chunk, size_t bytes, int node)
 {
     unsigned long nodes = node < 0 ? 0 : 1ul << node;
@@ -257,7 +259,7 @@ static char *map_aligned(size_t bytes)
     return chunk;
 }
 
-/* The same from hugetlbfs, which reserves pages when they are mapped. */
+/* The same from hugetlbfs, which reserves its pages at once. */
 static char *map_hugetlb(size_t bytes)
 {
     char *chunk = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
@@ -283,7 +285,8 @@ static int map_chunk(int node, size_t bytes, bool hugetlb, char **result)
     return 0;
 }
 
-/* Add a chunk to the arena as a free extent. If that fails, the chunk is unmapped. */
+/* Add a chunk to the arena as a free extent. If there is no memory for the extent,
+ * unmap the chunk and return NULL. */
 static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes)
 {
     struct extent *extent = new_extent(arena, (uintptr_t)chunk, bytes);
@@ -353,8 +356,8 @@ static void unmap_down_to(struct arena *arenas, uint64_t bytes)
     }
 }
 
-/* Whether `bytes` fit below the limit once all free memory is unmapped. The mutex is
- * held. */
+/* Whether `bytes` would fit under the limit after all free memory was unmapped. The
+ * mutex is held. */
 static bool has_room(size_t bytes)
 {
     if (stats.bytes_limit == 0)
@@ -364,8 +367,9 @@ static bool has_room(size_t bytes)
     return bytes <= stats.bytes_limit && kept <= stats.bytes_limit - bytes;
 }
 
-/* Reserve `bytes` below the limit. Free memory of other sizes or nodes is unmapped only
- * if that makes enough room. The mutex is held, since this is rare. */
+/* Count `bytes` as mapped, if they fit under the limit. Free memory of other sizes or
+ * nodes is unmapped for that, but only if it makes enough room. The mutex stays locked
+ * during munmap(2), because this is rare. */
 static bool reserve(size_t bytes)
 {
     if (!has_room(bytes))
@@ -415,7 +419,7 @@ static int obtain(struct arena *arena, int node, size_t bytes, struct extent **r
 
     pthread_mutex_lock(&mutex);
     struct extent *extent = best_fit(arena, bytes);
-    /* Otherwise, 256 threads that want 4 KiB at once would map 2 MiB each. */
+    /* Without this wait, 256 threads that want 4 KiB at once would map 2 MiB each. */
     while (!extent && arena->grows) {
         pthread_cond_wait(&grown, &mutex);
         extent = best_fit(arena, bytes);
@@ -519,7 +523,7 @@ void nvmeio_pool_free(void *address)
     assert(extent && extent->address == (uintptr_t)address);
     extent->pinned = false;
     if (extent->locked) {
-        /* We still own the extent, so no other thread looks at it while the mutex is
+        /* The extent is still in use, so no other thread touches it while the mutex is
          * unlocked. */
         extent->locked = false;
         stats.bytes_locked -= extent->bytes;
@@ -570,8 +574,8 @@ int nvmeio_pool_use(const void *address, int change)
     pthread_mutex_lock(&mutex);
     struct extent *extent = find_used(address);
     if (extent) {
-        /* A child may still release requests of its parent, whose uses it has
-         * forgotten. */
+        /* A forked child may release requests of its parent, whose uses are no longer
+         * counted: see forget_parent(). */
         uses = extent->uses + change;
         extent->uses = uses = uses > 0 ? uses : 0;
     }
@@ -589,15 +593,17 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
-/* A mark in every copy of this library. It is in the segments of the program or shared
- * library that the copy is linked into, however its symbols are bound. */
+/* An ELF note that marks every copy of this library. Whatever program or shared library
+ * a copy is linked into, and however its symbols are bound, the note is in a segment
+ * that count_marks() finds. */
 static const struct note {
     uint32_t name_bytes, description_bytes, type;
     char name[8];
 } mark __attribute__((section(".note.nvmeio"), used, aligned(4))) = {sizeof("nvmeio"),
                                                                      0, 1, "nvmeio"};
 
-/* Whether a segment is in memory. The headers of an object may say anything. */
+/* Whether a segment is in memory that is loaded and readable. Headers of objects may be
+ * wrong, and reading elsewhere would crash. */
 static bool is_loaded(const struct dl_phdr_info *info, const ElfW(Phdr) * segment)
 {
     for (unsigned i = 0; i < info->dlpi_phnum; i++) {
@@ -621,8 +627,8 @@ static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
 
         if (segment->p_type != PT_NOTE || !is_loaded(info, segment))
             continue;
-        /* Notes may be padded to 8 bytes, so every 4 bytes are looked at. No other note
-         * holds our name. */
+        /* Notes may be padded to 8 bytes, so look at every 4 bytes instead of parsing
+         * them. No other note holds our name. */
         for (; at + sizeof(mark) <= end; at += 4)
             if (memcmp(at, &mark, sizeof(mark)) == 0) {
                 ++*(uint64_t *)pools;
@@ -632,8 +638,9 @@ static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
     return 0;
 }
 
-/* In a forked child, the linker's lock may be locked for ever by a thread that does not
- * exist. The child uses the parent's last count, or counts this copy alone. */
+/* Count the copies of the library in this process. In a forked child, the dynamic
+ * linker's lock may stay locked for ever, by a thread that does not exist. So a child
+ * returns the parent's last count, or 1. */
 static uint64_t count_pools(void)
 {
     static _Atomic uint64_t counted = 1;
@@ -675,12 +682,12 @@ static void forget_parent(const void *node, VISIT visit, int depth)
     extent->uses = 0;
 }
 
-/* A child does not inherit memory locks (mlock(2)), and requests of its parent never
- * end in it. */
+/* A forked child does not inherit memory locks (mlock(2)), and its parent's requests
+ * never end in it. */
 static void unlock_pool_in_child(void)
 {
     stats.bytes_locked = 0;
-    /* The threads that were about to map it do not exist here. */
+    /* The threads that were about to map these bytes do not exist here. */
     stats.bytes_mapped -= growing_bytes;
     growing_bytes = 0;
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
@@ -698,7 +705,7 @@ static struct nvmeio_fork_hooks fork_hooks = {
 
 __attribute__((constructor)) static void start_pool(void)
 {
-    /* Locks work by pages, and no two allocations share a page. */
+    /* mlock(2) works on whole pages, so no two allocations may share one. */
     size_t page_bytes = sysconf(_SC_PAGESIZE);
     if (page_bytes > small_granule_bytes)
         small_granule_bytes = page_bytes;

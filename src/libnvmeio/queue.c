@@ -20,8 +20,8 @@ void nvmeio_queue_destroy(struct nvmeio_queue *queue)
     nvmeio_eventfds_clear(&queue->eventfds);
 }
 
-/* pthread_cancel(3) must not end a thread that holds the mutex: it would stay
- * locked. */
+/* pthread_cancel(3) must not end a thread that holds the mutex, because the mutex would
+ * stay locked. */
 void nvmeio_queue_lock(struct nvmeio_queue *queue)
 {
     int cancelling;
@@ -178,8 +178,8 @@ static void active_add(struct nvmeio_queue *queue, struct nvmeio_request *reques
     }
 }
 
-/* Its turn has come, or it cannot run any more. nvmeio_queue_unlock() goes on with
- * it. */
+/* Note a held request whose turn has come, or that must fail. nvmeio_queue_unlock()
+ * then plans it or ends it. */
 static void make_ready(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     if (request->ready)
@@ -197,8 +197,8 @@ static void unlink_link(struct nvmeio_link *link)
     link->place = NULL;
 }
 
-/* A request that a dependent waits for is done. Its error becomes that of the
- * dependent. */
+/* A request that a dependent comes after is done. If it failed, the dependent fails
+ * with the same error. */
 static void pass_on(struct nvmeio_queue *queue, const struct nvmeio_request *request,
                     const struct nvmeio_link *link)
 {
@@ -264,7 +264,7 @@ static void open_gates(struct nvmeio_queue *queue, const struct nvmeio_request *
     }
 }
 
-/* An fsync ends while it still waits for a write. */
+/* Remove an fsync that ends while it still waits for a write. */
 static void leave_gate(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     struct nvmeio_request **place = &queue->gated;
@@ -311,8 +311,10 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
         nvmeio_eventfds_signal(&queue->eventfds);
 }
 
-/* Nothing is in flight any more, and nothing will be. A caller that sees the request
- * done may rely on its descriptor being closed. */
+/* End a request that has nothing in flight, and nothing left to cut. It settles first,
+ * without the mutex, if it failed or was cancelled, or if it may hold the last
+ * reference to its file: a caller that sees the request done may rely on the descriptor
+ * being closed. */
 static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     bool troubled = request->failed || request->cancelled;
@@ -370,8 +372,8 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
 
     queue->dead_error = error;
     for (struct nvmeio_request *r = queue->active_first; r; r = next) {
-        /* A thread may still carry out this request itself, or plan it. It ends when
-         * that thread comes back. */
+        /* If a thread is carrying out this request itself, or planning it, the request
+         * ends when that thread comes back. */
         next = r->active_next;
         if (r->phase == NVMEIO_PHASE_PLANNING || nvmeio_queue_is_settling(r) ||
             r->error || r->in_flight > 0)
@@ -381,7 +383,8 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
     }
 }
 
-/* Done without the mutex, because it makes system calls or takes long. */
+/* Find out how far a failed request came, and close its file. Called without the mutex,
+ * because it makes system calls and may take long. */
 static void settle(struct nvmeio_request *request)
 {
     struct nvmeio_file *file = request->file;
@@ -401,7 +404,7 @@ static void set_phase(struct nvmeio_request *request, enum nvmeio_phase phase)
         part->phase = phase;
 }
 
-/* All or part of a request that was held back has changed. */
+/* Let a request and all its parts progress. If the whole has failed, its parts fail. */
 static void progress_all(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     struct nvmeio_request *part;

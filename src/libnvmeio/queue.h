@@ -1,9 +1,9 @@
 /* queue.h -- the requests of a handle: active, waiting for a worker, done.
  *
- * One mutex guards the lists and the requests. What a change entails (threads to wake,
- * files to close, requests to free) is noted under the mutex and done by
- * nvmeio_queue_unlock(). So no woken thread runs into the mutex, and no system call
- * that can block is made under it. */
+ * One mutex guards the lists and the requests. The consequences of a change (threads to
+ * wake, files to close, requests to free) are noted under the mutex, and
+ * nvmeio_queue_unlock() carries them out after unlocking. So no woken thread blocks on
+ * the mutex, and no system call that can block is made under it. */
 #ifndef NVMEIO_QUEUE_H
 #define NVMEIO_QUEUE_H
 
@@ -14,7 +14,7 @@
 #include "request_internal.h"
 #include "waiter.h"
 
-/* Whoever cuts blocks: a worker, as the queue sees it. */
+/* A worker, as the queue sees it. */
 struct nvmeio_consumer {
     struct nvmeio_consumer *next;
     struct nvmeio_engine *engine;
@@ -38,18 +38,16 @@ struct nvmeio_queue {
     struct nvmeio_waiter *drainers; /* threads that wait until nothing is active */
     struct nvmeio_consumer *consumers;
     struct nvmeio_eventfds eventfds;
-    int dead_error; /* why there are no consumers (any more, or yet), or 0 */
+    int dead_error; /* the -errno why there are no consumers (any more, or yet), or 0 */
     struct nvmeio_stats stats;
     uint64_t latencies[NVMEIO_LATENCY_BUCKETS];
 
     /* For nvmeio_queue_unlock(). */
-    struct nvmeio_request
-        *ready;   /* requests whose turn has come, or that others made fail */
-    size_t added; /* blocks that may need more consumers */
-    struct nvmeio_waiter *wake; /* threads */
-    struct nvmeio_request
-        *settle;                 /* requests that are over, with something left to do */
-    struct nvmeio_request *drop; /* requests that lose a reference */
+    struct nvmeio_request *ready;  /* requests whose turn has come, or that must fail */
+    size_t added;                  /* blocks that may need more consumers */
+    struct nvmeio_waiter *wake;    /* threads to wake */
+    struct nvmeio_request *settle; /* requests that are over, for settle() */
+    struct nvmeio_request *drop;   /* requests that lose a reference */
 };
 
 void nvmeio_queue_init(struct nvmeio_queue *queue);
@@ -57,11 +55,11 @@ void nvmeio_queue_destroy(struct nvmeio_queue *queue);
 
 void nvmeio_queue_lock(struct nvmeio_queue *queue);
 
-/* Unlock, and do what the changes entail. Unless the caller holds references, the
- * request and the handle may be gone afterwards. */
+/* Unlock, and carry out the consequences of all changes. Afterwards the requests and
+ * the handle may be gone, unless the caller holds references. */
 void nvmeio_queue_unlock(struct nvmeio_queue *queue);
 
-/* Wait until nothing is active, or until a deadline: 0 or -ETIMEDOUT. */
+/* Wait until nothing is active. Returns 0, or -ETIMEDOUT after the deadline. */
 int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns);
 
 /* Does the work of nvmeio_handle_pop(). */
@@ -69,15 +67,15 @@ unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned cou
 
 /* The mutex is held in all functions below. */
 
-/* Add a new request, and take a reference to it. It is planned, unless it comes after
- * others; then it has links to them. */
+/* Add a new request, and take a reference to it. The request must be planned, or have
+ * room for its links if it comes after others. */
 void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request,
                       const struct nvmeio_after *after);
 
-/* Let a request begin that was just added. */
+/* Start a request that was just added or planned. */
 void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
-/* The next request to cut blocks from, or NULL. */
+/* Return the next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
 
 /* The state of a request has changed: put it into the queue, take it out, or end it. */
@@ -89,11 +87,12 @@ void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *r
 /* Fail everything that waits for workers, because there are none any more. */
 void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error);
 
-/* Have a list of waiters woken. */
+/* Empty a list of waiters. nvmeio_queue_unlock() wakes them. */
 void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters);
 
-/* Sleep in a list until another thread wakes the caller: 0; or until a deadline:
- * -ETIMEDOUT. The mutex is unlocked on return. */
+/* Add the waiter to a list, unlock the mutex, and sleep. Returns 0 when another thread
+ * has woken the caller, or -ETIMEDOUT after the deadline. The mutex is not held on
+ * return. */
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
                        struct nvmeio_waiter *waiter, int64_t deadline_ns);
 

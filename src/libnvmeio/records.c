@@ -38,7 +38,7 @@ static int compare_indices(const void *one, const void *other)
     return a->index < b->index ? -1 : 1;
 }
 
-/* The key to sort by: the place in the file, or the address in memory. */
+/* The key to sort by: the place in memory, or the offset in the file. */
 static uint64_t key_of(const struct nvmeio_record *record, bool by_place)
 {
     return by_place ? (uintptr_t)record->place : (uint64_t)record->offset;
@@ -55,8 +55,8 @@ static bool in_order(const struct nvmeio_records *records, bool by_place)
     return true;
 }
 
-/* Sort by one digit, from one list to the other. False if the digit is the same in all
- * records. */
+/* Sort by one digit, from one list to the other. Returns false, and moves nothing, if
+ * the digit is the same in all records. */
 static bool sort_digit(const struct nvmeio_record *from, struct nvmeio_record *to,
                        size_t count, bool by_place, unsigned shift)
 {
@@ -116,7 +116,7 @@ static void sort_lengths(struct nvmeio_records *records)
     }
 }
 
-/* Check one record: 0, or its error. */
+/* Check one record. Returns 0 or its error. */
 static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
                         int64_t offset, int64_t size, int64_t place)
 {
@@ -181,8 +181,9 @@ static bool overlap(const struct nvmeio_records *records, bool by_place, size_t 
     return false;
 }
 
-/* The first record, by index, that shares bytes with a record of a lower index, or
- * SIZE_MAX. The list is sorted by place or by offset. */
+/* Find the first record, by index, that shares bytes with a record of a lower index: a
+ * binary search for the lowest index up to which any overlap. SIZE_MAX if there is
+ * none. The list is sorted by place or by offset. */
 static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
                            size_t count)
 {
@@ -200,7 +201,8 @@ static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
     return low;
 }
 
-/* Sort the records by their place in the file, and check that they do not overlap. */
+/* Sort the records by offset, and check that they do not overlap: for a read in memory,
+ * for a write in the file. */
 static int check_overlap(struct nvmeio_records *records,
                          const struct nvmeio_gather *gather, size_t *offender)
 {
@@ -259,7 +261,7 @@ int nvmeio_gather_check(const struct nvmeio_gather *gather, size_t *offender)
     return error;
 }
 
-/* Whether an extent that uses a bounce has room for one more record. */
+/* Whether an extent and one more record should share a bounce. */
 static bool mergeable(const struct nvmeio_records *records,
                       const struct nvmeio_extent_limits *limits,
                       const struct nvmeio_extent *extent,
@@ -352,8 +354,8 @@ bool nvmeio_records_next_alone(struct nvmeio_records *records,
     return true;
 }
 
-/* The part of one record inside bytes [begin, end) of an extent: `size` bytes from `at`
- * on, which belong at `place`. False if there is none. */
+/* The part of one record in a range of an extent: `size` bytes from `at` in the extent,
+ * which belong at `place`. */
 struct share {
     size_t at;
     size_t size;

@@ -8,15 +8,15 @@
 
 #include <nvmeio/gather.h>
 
-/* A record of at least this size that the device can transfer to its place is not
- * merged with others: copying it would cost more than another I/O. A copy of 32 KiB
- * takes 3 us, an I/O 2 us of CPU time (bench_gather.py). */
+/* Records of at least this size are not merged with others: copying one costs more than
+ * another I/O. A copy of 32 KiB takes 3 us, an I/O 2 us of CPU time
+ * (bench_gather.py). */
 #define NVMEIO_RECORD_LARGE_BYTES (32u << 10)
 
-/* If an extent holds a record of at least this size, gaps are read only while the
- * extent is no longer than this: reading and copying more would cost more than another
- * I/O. For rows of 4 KiB, 60 % of a part of a file, this gives 131 000 rows a second
- * instead of 109 000. */
+/* A record of at least NVMEIO_RECORD_MEDIUM_BYTES is merged across a gap only if the
+ * extent is then at most NVMEIO_BRIDGED_BYTES long: reading and copying more would cost
+ * more than another I/O. A gather of 60 % of the 4 KiB rows of a part of a file then
+ * reads 131 000 rows a second instead of 109 000. */
 #define NVMEIO_RECORD_MEDIUM_BYTES (4u << 10)
 #define NVMEIO_BRIDGED_BYTES (16u << 10)
 
@@ -33,22 +33,23 @@ struct nvmeio_record {
 struct nvmeio_records {
     size_t count; /* how many are not empty */
     size_t bytes; /* of all of them together */
-    bool whole;   /* all of them begin and end at whole pages of the file */
+    bool whole;   /* all of them begin and end at page boundaries of the file */
     size_t gap_max;
-    size_t next; /* the first that is in no extent yet */
+    size_t next; /* the first record that is in no extent yet */
     bool shared; /* some errors may be another record's */
     int error; /* once settled: the error of the failed record with the lowest index, or
                   0 */
     struct nvmeio_record list[];
 };
 
-/* Neighbours in the file that are carried out together. */
+/* Neighbouring records of the file that are transferred together. */
 struct nvmeio_extent {
     size_t first, count; /* of the records */
     int64_t offset;
     size_t size;
-    /* Where its bytes lie in one contiguous place, or NULL: it then uses a bounce of at
-     * most nvmeio_extent_limits.merged_bytes. */
+    /* Where its bytes are in the caller's memory, if that is one contiguous place. If
+     * it is NULL, the extent uses a bounce of at most
+     * nvmeio_extent_limits.merged_bytes. */
     char *home;
     bool copied; /* the extent's bytes still have to be copied to some records */
 };
@@ -59,19 +60,21 @@ struct nvmeio_extent_limits {
     size_t merged_bytes; /* the largest extent that uses one bounce; 0: none does */
 };
 
-/* Take ownership of the records and check them. NULL with *error, as for
- * nvmeio_submit_gather(). file_size: how much can be read; INT64_MAX for a write. */
+/* Copy, check and sort the records of a gather. The caller frees the result. Returns
+ * NULL, with *error and *offender as for nvmeio_submit_gather(), if a record is invalid
+ * or memory ran out. file_size is where reads must end; INT64_MAX if that is not
+ * checked. */
 struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
                                           int64_t file_size, int *error,
                                           size_t *offender);
 
-/* The next extent. False past the last one. */
+/* Form the next extent. Returns false past the last one. */
 bool nvmeio_records_next(struct nvmeio_records *records,
                          const struct nvmeio_extent_limits *limits,
                          struct nvmeio_extent *extent);
 
-/* The next extent of a single record, from those whose errors may be another's. Its
- * error is cleared. */
+/* Form the next extent of a single record, from the records whose error another may
+ * have caused. Clears the error. Returns false past the last one. */
 bool nvmeio_records_next_alone(struct nvmeio_records *records,
                                struct nvmeio_extent *extent);
 
@@ -80,7 +83,8 @@ void nvmeio_records_spread(const struct nvmeio_records *records,
                            const struct nvmeio_extent *extent, const char *source,
                            size_t begin, size_t end);
 
-/* The other way round: collect them at `target`. */
+/* Copy the other way: bytes [begin, end) of an extent from the places of their records
+ * to `target`. */
 void nvmeio_records_collect(const struct nvmeio_records *records,
                             const struct nvmeio_extent *extent, char *target,
                             size_t begin, size_t end);
@@ -93,13 +97,13 @@ void nvmeio_records_fail(struct nvmeio_records *records,
 /* Note that all records from this one on have failed. */
 void nvmeio_records_fail_from(struct nvmeio_records *records, size_t first, int error);
 
-/* No extent is in flight any more. Notes the error, and returns the bytes of the
- * records that did not fail. If any did, the records are sorted by index from then
+/* Set records->error, and return the bytes of the records that did not fail. No extent
+ * may be in flight any more. If any record failed, they are sorted by index from then
  * on. */
 size_t nvmeio_records_settle(struct nvmeio_records *records);
 
-/* The failures, once settled: returns how many records failed, and stores at most
- * `count`. */
+/* Store at most `count` failures, and return how many records failed. Call it after
+ * nvmeio_records_settle(). */
 size_t nvmeio_records_failures(const struct nvmeio_records *records,
                                struct nvmeio_failure *failures, size_t count);
 

@@ -1,7 +1,7 @@
 /* request.c -- what all requests share: cutting blocks and recording their results.
  *
- * transfer.c and gather.c hold the differences. queue.c decides when a request may go
- * on, and block.c what became of a block. */
+ * transfer.c, gather.c and many.c contain what differs. queue.c decides when a request
+ * may go on, and block.c evaluates what came back. */
 #include "request_internal.h"
 
 #include <errno.h>
@@ -40,7 +40,7 @@ void nvmeio_request_init(struct nvmeio_request *request,
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
                              int64_t end)
 {
-    /* If the size is not known, the write may extend the file. */
+    /* If the size is not known (-errno), the write may extend the file. */
     if (end > file_size)
         request->ordered_from = file_size < 0 ? 0 : file_size;
 }
@@ -182,8 +182,8 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
     outcome->blocker = request->blocker;
-    /* What cancel() returned stays true, whatever becomes of the blocks still in
-     * flight. */
+    /* The result is -ECANCELED once nvmeio_request_cancel() has returned 1, whatever
+     * becomes of the blocks still in flight. */
     outcome->result = request->cancelled ? -ECANCELED
                       : request->error   ? request->error
                                          : (int64_t)request->total;

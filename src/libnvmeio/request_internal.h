@@ -15,23 +15,23 @@
 
 enum nvmeio_state {
     NVMEIO_STATE_ACTIVE,   /* has blocks to cut or in flight, or waits for others */
-    NVMEIO_STATE_SETTLING, /* over, with something left to find out or to close */
+    NVMEIO_STATE_SETTLING, /* over, but its outcome or its file still needs work */
     /* The outcome is final. Stored with release, loaded with acquire: a thread that
-     * sees it sees the bytes. */
+     * sees it also sees the bytes. */
     NVMEIO_STATE_DONE,
 };
 
-/* How far a request is that may have to wait for others. */
+/* Where a request is between submission and its first block. */
 enum nvmeio_phase {
     NVMEIO_PHASE_WAITING,  /* for the requests that it comes after */
     NVMEIO_PHASE_PLANNING, /* plan() is running, without the mutex */
     NVMEIO_PHASE_PLANNED,
 };
 
-/* One request waits for another. A link is in the list of the other's dependents. */
+/* One request waits for another, and is in the other's list of dependents. */
 struct nvmeio_link {
     struct nvmeio_request *dependent;
-    struct nvmeio_link *next, **place; /* place: NULL once it is not in a list */
+    struct nvmeio_link *next, **place; /* place: NULL once it is in no list */
     size_t index;                      /* of nvmeio_after */
 };
 
@@ -51,20 +51,19 @@ struct nvmeio_request_ops {
     /* How many blocks are left to cut, for sharing them among workers. */
     size_t (*blocks_left)(const struct nvmeio_request *request);
 
-    /* A block has failed, from this position in the plan on. */
+    /* A block has failed, from this position on. */
     void (*fail)(struct nvmeio_request *request, const struct nvmeio_block *block,
                  size_t position);
 
-    /* It failed or was cancelled: find out how far it came. */
+    /* The request failed or was cancelled: find out how far it came. */
     void (*settle)(struct nvmeio_request *request);
 
-    /* load() fills the bounce of a write. deliver() copies the first `landed` bytes of
-     * a read to where they belong, unless they are there already. */
+    /* load() copies the data of a write to its bounce. deliver() copies the first
+     * `landed` bytes of a read to their places, unless they are there already. */
     void (*load)(const struct nvmeio_block *block);
     void (*deliver)(const struct nvmeio_block *block, size_t landed);
 
-    /* The failures that nvmeio_request_failures() reports of a done request. May be
-     * NULL. */
+    /* Does the work of nvmeio_request_failures() for a done request. May be NULL. */
     size_t (*failures)(const struct nvmeio_request *request,
                        struct nvmeio_failure *failures, size_t count);
 
@@ -97,14 +96,15 @@ struct nvmeio_request {
     int64_t ordered_from;
     struct nvmeio_geometry geometry; /* the mutex guards its `bounce` */
 
-    /* The whole that this request is a part of, or NULL. The whole owns its memory. */
+    /* The whole that this request is a part of, or NULL. The whole owns the memory of
+     * its parts. */
     struct nvmeio_request *whole;
 
     atomic_uint references;
     atomic_int state;         /* enum nvmeio_state */
     struct nvmeio_file *file; /* holds a reference until it is done */
 
-    /* What is being cut: all of a transfer, or one extent of a gather after another.
+    /* What is being cut: the whole of a transfer, or the current extent of a gather.
      * The next block begins in plan.spans[span], `position` bytes from the start. */
     char *address; /* NULL: in several places; load() and deliver() copy */
     size_t size;
@@ -119,21 +119,21 @@ struct nvmeio_request {
     struct nvmeio_extent extent; /* the extent that is being cut */
     struct nvmeio_request *write_before; /* the write that this fsync waits for */
 
-    unsigned
-        in_flight; /* blocks cut and not yet recorded; of a whole: parts not yet done */
-    int error;     /* the error at the lowest position, or 0 */
+    /* Blocks that are cut and not yet recorded; of a whole: parts not yet done. */
+    unsigned in_flight;
+    int error; /* the error at the lowest position, or 0 */
     bool cancelled;
     bool failed; /* some of it failed; a gather goes on with the rest */
     bool abandoned;
-    size_t
-        got; /* once done: bytes transferred; before: the lowest position that failed */
+    /* Once done: bytes transferred. Before that: the lowest position that failed. */
+    size_t got;
 
     enum nvmeio_phase phase;
     size_t waits;              /* how many unfinished requests it waits for */
     struct nvmeio_link *links; /* to all requests that it comes after; owned */
     size_t link_count;
     struct nvmeio_link *dependents; /* from requests that come after this one */
-    size_t blocker; /* the link whose request's error it took over, or SIZE_MAX */
+    size_t blocker; /* the link to the request whose error it took over, or SIZE_MAX */
     bool ready;     /* it is in the queue's list `ready` */
     struct nvmeio_request *ready_next;
 
@@ -156,7 +156,7 @@ void nvmeio_request_init(struct nvmeio_request *request,
                          struct nvmeio_handle *handle, const struct nvmeio_owner *owner,
                          enum nvmeio_op op, struct nvmeio_file *file, void *user);
 
-/* The file has this size: note whether a write up to `end` makes it longer. */
+/* Set ordered_from, if a write up to `end` makes a file of this size longer. */
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
                              int64_t end);
 
@@ -175,38 +175,40 @@ bool nvmeio_request_is_stopped(const struct nvmeio_request *request);
 /* Whether the next block lands alone, in the order of the file. */
 bool nvmeio_request_is_ordered(const struct nvmeio_request *request);
 
-/* The size of the bounce that the next block needs, if that much is allowed. 0:
- * none. */
+/* The size of a bounce that holds all the rest of the span; 0 if the next block needs
+ * none. With a smaller bounce, the block is cut shorter. */
 size_t nvmeio_request_next_bounce(const struct nvmeio_request *request);
 
-/* Cut the next block, of at most block_bytes, or of the file's alignment if that is
- * more. has_block() was true. */
+/* Cut the next block. It has at most block_bytes, rounded up to the file's alignment.
+ * nvmeio_request_has_block() must be true. */
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
                         size_t block_bytes);
 
-/* A block has come back, or never will: note what of it has failed. */
+/* Record a block that has come back, or that never will because its engine is dead. If
+ * it failed, its bytes are marked as failed. */
 void nvmeio_request_book(struct nvmeio_request *request,
                          const struct nvmeio_block *block);
 
-/* Mark everything from `position` on as failed; blocks not yet cut are dropped. Of
- * several errors the one at the lowest position counts, because the outcome says that
- * the transfer ended there. At the same position, the first one counts. */
+/* Mark everything from `position` on as failed, and cut no more blocks. Of several
+ * errors, the one at the lowest position counts, because the outcome reports that the
+ * transfer ended there. At the same position, the first one counts. */
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position);
 
-/* Nothing is in flight, and nothing will be. */
+/* Whether nothing is in flight, and nothing will be. */
 bool nvmeio_request_is_over(const struct nvmeio_request *request);
 
 /* Whether memory is in small pages, so that a bounce, which is in huge pages, may be
- * faster for the device. Memory of the pool is in huge pages too. */
+ * faster for the device. Never true for memory of the pool, which is in huge pages
+ * too. */
 bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
                                     const void *address, size_t size);
 
 /* transfer.c: a contiguous range of bytes, or an fsync. */
 
-/* The errors that nvmeio_submit() returns. */
+/* Check the arguments of a transfer. Returns 0 or the error for nvmeio_submit(). */
 int nvmeio_transfer_check(const struct nvmeio_transfer *transfer);
 
-/* Make a transfer that is not planned. */
+/* Initialize a transfer, without planning it. */
 void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
                           const struct nvmeio_owner *owner,
                           const struct nvmeio_transfer *transfer);
@@ -216,8 +218,8 @@ void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size);
 
 /* many.c: transfers of several files. */
 
-/* A request of several transfers, which nvmeio_transfer_check() has accepted. NULL: no
- * memory. */
+/* Create a request of several transfers, which nvmeio_transfer_check() must have
+ * accepted. Returns NULL if there is no memory. */
 struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
                                        const struct nvmeio_owner *owner,
                                        const struct nvmeio_many *many);
@@ -227,7 +229,7 @@ struct nvmeio_parts {
     struct nvmeio_request list[];
 };
 
-/* Part `index` of a request. NULL past the last part, and for requests without
+/* Return part `index` of a request. NULL past the last part, and for requests without
  * parts. */
 static inline struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request,
                                                  size_t index)
@@ -237,14 +239,15 @@ static inline struct nvmeio_request *nvmeio_part(const struct nvmeio_request *re
     return parts && index < parts->count ? &parts->list[index] : NULL;
 }
 
-/* A part is done. */
+/* A part is done: record its result with the whole. */
 void nvmeio_many_book(struct nvmeio_request *part);
 
 /* gather.c: many records. */
 
 struct nvmeio_records;
 
-/* The same for a gather or scatter. Takes ownership of the records. NULL: no memory. */
+/* Create a gather or scatter. It takes ownership of the records, unless it returns
+ * NULL, because there is no memory. */
 struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
                                          const struct nvmeio_owner *owner,
                                          const struct nvmeio_gather *gather,

@@ -2,7 +2,7 @@
  *
  * A process is in one group of version 2, or in one per controller of version 1
  * (cgroups(7)); the groups above it limit it too. In a container, the path that the
- * kernel reports may lie above what is visible. The visible root counts then. */
+ * kernel reports may not be visible. Then the limits of the visible root apply. */
 #include <nvmeio/system.h>
 
 #include <inttypes.h>
@@ -26,7 +26,7 @@ static uint64_t memory_bytes = UINT64_MAX;
 struct limit {
     const char *controller; /* of version 1; NULL: version 2, which has one tree */
     const char *file;
-    const char *file_too; /* its first line is appended to the other's */
+    const char *file_too; /* its first line is appended to that of `file`; or NULL */
     void (*apply)(const char *line);
 };
 
@@ -34,13 +34,13 @@ static void limit_memory(const char *line)
 {
     uint64_t bytes;
 
-    /* "max" is no number: no limit. */
+    /* "max" is not a number, and means no limit. */
     if (sscanf(line, "%" SCNu64, &bytes) == 1 && bytes < memory_bytes)
         memory_bytes = bytes;
 }
 
-/* "QUOTA PERIOD" in us, as in cpu.max of version 2; apply_file() joins the two files of
- * version 1 so. "max" or -1: no limit. */
+/* The line is "QUOTA PERIOD" in us, as in cpu.max of version 2. apply_file() makes the
+ * same of the two files of version 1. A quota of "max" or -1 means no limit. */
 static void limit_cpus(const char *line)
 {
     int64_t quota_us, period_us;

@@ -1,7 +1,7 @@
 /* thread.c -- threads that take no signals, on small stacks.
  *
- * glibc keeps up to 40 MiB of stacks of ended threads and unmaps the rest. If unmapping
- * fails, it ends the process. Small stacks are kept. */
+ * glibc caches up to 40 MiB of stacks of ended threads, and unmaps the others. If
+ * munmap(2) fails, it ends the process. Small stacks stay in the cache. */
 #include "thread.h"
 
 #include <errno.h>
@@ -22,8 +22,9 @@ static int add_thread_locals(struct dl_phdr_info *info, size_t size, void *unuse
     return 0;
 }
 
-/* Once, at load: this takes the loader's lock, which a child of fork() may find locked
- * for ever. Libraries loaded later use other memory. */
+/* Runs once, when the library is loaded, because it takes the dynamic linker's lock,
+ * which a forked child may find locked for ever. Libraries loaded later do not use the
+ * stack for their thread-local variables. */
 __attribute__((constructor)) static void find_stack_bytes(void)
 {
     dl_iterate_phdr(add_thread_locals, NULL);
@@ -39,8 +40,8 @@ int nvmeio_thread_start(pthread_t *thread, void *(*main)(void *), void *argument
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(thread, &small, main, argument);
-    /* The user may have reserved more with the tunable
-     * glibc.rtld.optional_static_tls. */
+    /* The stack is too small if the user reserved more for such variables, with the
+     * tunable glibc.rtld.optional_static_tls. Use the default size then. */
     if (error == EINVAL)
         error = pthread_create(thread, NULL, main, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -4,7 +4,7 @@
 
 #include <pthread.h>
 
-/* Start a thread that takes no signals; those belong to the program's own threads.
+/* Start a thread with all signals blocked, so that the program's own threads get them.
  * Returns 0 or -errno. */
 int nvmeio_thread_start(pthread_t *thread, void *(*main)(void *), void *argument);
 

@@ -62,7 +62,7 @@ static void transfer_fail(struct nvmeio_request *request,
     nvmeio_request_fail(request, (int)block->result, position);
 }
 
-/* How many bytes were transferred from the start on, without a gap. */
+/* How many bytes were transferred without a gap, counted from the start. */
 static size_t prefix(const struct nvmeio_request *request)
 {
     size_t lowest = request->got < request->size ? request->got : request->size;
@@ -88,14 +88,15 @@ static void transfer_settle(struct nvmeio_request *request)
     request->got = request->phase == NVMEIO_PHASE_PLANNED ? prefix(request) : 0;
     if (request->error != -ENODATA || request->blocker != SIZE_MAX)
         return;
-    /* Blocks behind the end may have completed first. The file knows where its end
-     * is. */
+    /* A read met the end of the file. Blocks past the end may have completed first, so
+     * ask the file for its size. */
     int64_t left = nvmeio_file_size(request->file) - request->offset;
     size_t there = left < 0                       ? 0
                    : (size_t)left < request->size ? (size_t)left
                                                   : request->size;
-    /* Unless it failed before the first block was cut, bytes below this position may
-     * not have been cut. */
+    /* If the read failed before a block was cut, `got` is only the position of the
+     * error. Otherwise it may only become lower, because bytes before the end may never
+     * have been cut. */
     if (untouched(request) || there < request->got)
         request->got = there;
 }
@@ -140,7 +141,7 @@ void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size)
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
         nvmeio_request_has_small_pages(request, request->address, request->size))
         request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
-    /* Before any byte moves, because opening the file once more may fail. */
+    /* Open the page cache's descriptor before any byte moves, because that may fail. */
     for (unsigned i = 0; i < request->plan.count; i++)
         if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED && !request->failed)
             fail_without_page_cache(request);

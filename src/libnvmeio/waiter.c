@@ -1,8 +1,8 @@
 /* waiter.c -- sleeping and waking by futex(2).
  *
- * Semaphores cannot wait for a time of CLOCK_MONOTONIC before glibc 2.30. Conditions
- * are not used because pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake no thread
- * (its bug 25847). */
+ * Semaphores have no deadlines on CLOCK_MONOTONIC before glibc 2.30. Condition
+ * variables are not used because pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake
+ * no thread (its bug 25847). */
 #include "waiter.h"
 
 #include <errno.h>
@@ -32,8 +32,8 @@ bool nvmeio_waiter_sleep(struct nvmeio_waiter *waiter, int64_t deadline_ns)
 
     /* Acquire: pairs with the release in nvmeio_waiter_wake(). */
     while (!atomic_load_explicit(&waiter->woken, memory_order_acquire)) {
-        /* FUTEX_WAIT_BITSET takes a time instead of a timeout. Any other error passes,
-         * or means that the waiter was woken. */
+        /* FUTEX_WAIT_BITSET takes a deadline instead of a timeout. After any other
+         * error, look again: it is transient, or the waiter was already woken. */
         if (syscall(SYS_futex, &waiter->woken, FUTEX_WAIT_BITSET_PRIVATE, 0,
                     deadline_ns < 0 ? NULL : &end, NULL, FUTEX_BITSET_MATCH_ANY) &&
             errno == ETIMEDOUT)
@@ -47,8 +47,8 @@ void nvmeio_waiter_wake(struct nvmeio_waiter *waiter)
     _Atomic uint32_t *woken = &waiter->woken;
 
     atomic_store_explicit(woken, 1, memory_order_release);
-    /* The waiter may be gone by now. Then no thread sleeps at the address, or one that
-     * checks again. */
+    /* The waiter may be gone by now, and its memory reused. Then no thread sleeps at
+     * this address, or one does that checks again after a wake-up. */
     syscall(SYS_futex, woken, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 

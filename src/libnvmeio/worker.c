@@ -1,6 +1,6 @@
 /* worker.c -- moves blocks from the queue to an engine and back.
  *
- * block.c decides what a result means, and queue.c who learns of it. */
+ * block.c decides what a result means, and queue.c which threads to wake. */
 #include "worker.h"
 
 #include <errno.h>
@@ -32,11 +32,10 @@ struct nvmeio_worker {
     char *small_bounces; /* one for each of the first blocks, or NULL before the first
                             use */
     unsigned small_bounces_count;
-    void
-        *large_bounce; /* for blocks that land in order, or NULL before the first use */
-    bool large_taken;  /* it is in use */
-    bool bounces_short; /* a block could not be cut because no bounce of this kind was
-                           left: */
+    void *large_bounce; /* for blocks that land in order; NULL before the first use */
+    bool large_taken;   /* it is in use */
+    bool bounces_short; /* a block could not be cut because no bounce of the kind
+                           `wanted` was left */
     enum nvmeio_bounce_kind wanted;
     bool refused_bounces[3]; /* kinds of bounces that the pool has just refused */
     bool more;               /* there are more blocks to take at once */
@@ -49,7 +48,7 @@ struct nvmeio_worker {
     struct nvmeio_waiter *starter; /* the thread that starts this worker */
     bool dead;
     int error;    /* why it could not start, or why it died */
-    bool refused; /* it could not start, and only because of the engine */
+    bool refused; /* it could not start, but might with another engine */
 };
 
 /* A worker that is idle for this long returns its bounces to the pool. */
@@ -93,8 +92,8 @@ static size_t fair_share(const struct nvmeio_worker *worker)
     return left / workers->count + 1;
 }
 
-/* The kind of bounce for a block of this size. A kind that the pool has refused is not
- * asked for again. */
+/* The kind of bounce for a block of this size. A kind that the pool has just refused is
+ * not tried again. */
 static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
                                            const struct nvmeio_block *block,
                                            size_t bytes, bool ordered)
@@ -110,7 +109,7 @@ static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
     return NVMEIO_BOUNCE_ORDINARY;
 }
 
-/* Give a block a bounce of this kind and return its size, or 0 if none is left. */
+/* Assign a bounce of this kind to a block, and return its size; 0 if none is left. */
 static size_t take_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block,
                           enum nvmeio_bounce_kind kind)
 {
@@ -174,8 +173,8 @@ static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *requ
     return true;
 }
 
-/* Cut as many blocks as there are, as fit, and as are this worker's share. The mutex is
- * held. */
+/* Cut blocks until none is left to cut, the worker is full, bounces run out, or it has
+ * its share. The mutex is held. */
 static void take(struct nvmeio_worker *worker)
 {
     struct nvmeio_queue *queue = worker->workers->queue;
@@ -207,8 +206,8 @@ static bool add_bounce(struct nvmeio_worker *worker)
     return added;
 }
 
-/* Take twice as many ordinary bounces from the pool as there are. If the pool has none,
- * the reserve is used, so that every block can be carried out. */
+/* Double the number of ordinary bounces. If the pool has none, use the worker's
+ * reserve, so that every block can be carried out sooner or later. */
 static void grow_bounces(struct nvmeio_worker *worker)
 {
     size_t bounce_bytes = worker->workers->owner->bounce_bytes;
@@ -225,7 +224,7 @@ static void grow_bounces(struct nvmeio_worker *worker)
     worker->bounces_owned = worker->bounces_idle;
 }
 
-/* Allocate memory for bounces of the other kinds. */
+/* Allocate the small bounces or the large one, whichever is wanted. */
 static void grow_others(struct nvmeio_worker *worker)
 {
     bool small = worker->wanted == NVMEIO_BOUNCE_SMALL;
@@ -378,7 +377,8 @@ static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *cont
     return finished;
 }
 
-/* Record the blocks with their requests, and free them. The mutex is held. */
+/* Record finished blocks with their requests, and make them free again. The mutex is
+ * held. */
 static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -402,9 +402,9 @@ static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
     }
 }
 
-/* The engine no longer answers. The requests of its blocks fail and are marked: the
- * kernel may still write to their memory, so that memory is never freed, nor is the
- * worker's own. The mutex is held. */
+/* The engine no longer answers. Fail the requests of its blocks, and mark them as
+ * abandoned: the kernel may still write to their memory, so nobody may free it. For the
+ * same reason, the worker's own memory is never freed. The mutex is held. */
 static void die(struct nvmeio_worker *worker, int error)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -426,7 +426,7 @@ static void die(struct nvmeio_worker *worker, int error)
         nvmeio_queue_progress(workers->queue, request);
     }
     if (--workers->alive > 0)
-        /* Other workers do what this one was called for. */
+        /* Call other workers, because this one may have been the only one called. */
         workers->queue->added += workers->count;
     else
         nvmeio_queue_fail_all(workers->queue, error);
@@ -453,7 +453,7 @@ static void turn(struct nvmeio_worker *worker)
         book(worker, finished);
 }
 
-/* Return bounces to the pool. No block uses one. */
+/* Return all bounces to the pool. No block may be using one. */
 static void give_back(struct nvmeio_worker *worker)
 {
     while (worker->bounces_idle > 0) {
@@ -479,8 +479,8 @@ static void strip(struct nvmeio_worker *worker)
     free(worker->blocks);
 }
 
-/* Wait for work, and return the bounces if none comes for a while. False when the
- * thread has to end. The mutex is held, and unlocked meanwhile. */
+/* Wait for work, and return the bounces if none comes for a while. Returns false when
+ * the thread must end. The mutex is held, and unlocked meanwhile. */
 static bool rest(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -558,8 +558,8 @@ static void *worker_main(void *argument)
             going = rest(worker);
     }
     nvmeio_queue_unlock(queue);
-    /* Each worker frees its own, so that they do it at the same time: io_destroy(2)
-     * takes 30 ms. */
+    /* Each worker frees what it owns in its own thread, so that they do so at the same
+     * time: io_destroy(2) takes 30 ms. */
     if (error == 0 && !worker->dead)
         strip(worker);
     return NULL;

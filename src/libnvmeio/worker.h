@@ -28,13 +28,13 @@ struct nvmeio_workers {
     struct nvmeio_worker *list;
     unsigned started, alive;
     bool stopping;
-    bool refused; /* they could not start; with another engine they may */
+    bool refused; /* they could not start, but might with another engine */
 };
 
-/* Start all of them or none: 0 or -errno. The mutex is not held. */
+/* Start all workers or none. Returns 0 or -errno. Call it without the mutex. */
 int nvmeio_workers_start(struct nvmeio_workers *workers);
 
-/* Wait until they have ended. The mutex is not held. */
+/* End all workers, and wait until they have ended. Call it without the mutex. */
 void nvmeio_workers_stop(struct nvmeio_workers *workers);
 
 #endif

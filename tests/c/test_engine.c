@@ -87,7 +87,8 @@ static void test_a_reason_says_what_would_help(void)
     disabled = "2\n";
     check_reason("io_uring", EPERM, "kernel.io_uring_disabled is 2; set it to 0");
     disabled = "1\n";
-    check_reason("io_uring", EPERM, "set it to 0 (root is refused by seccomp alone)");
+    check_reason("io_uring", EPERM,
+                 "set it to 0 (for root, the cause is a seccomp profile)");
     static const char *const others[] = {"0\n", "none\n", NULL};
     for (int i = 0; i < 3; i++) {
         disabled = others[i];
@@ -97,7 +98,7 @@ static void test_a_reason_says_what_would_help(void)
     if (limit_locked(64 * KIB))
         check_reason("io_uring", ENOMEM, "may be locked; ulimit -l is 64 KiB");
     if (limit_locked(RLIM_INFINITY))
-        check_reason("io_uring", ENOMEM, "there is no memory");
+        check_reason("io_uring", ENOMEM, "not enough memory");
     check_reason("io_uring", EMFILE, "raise ulimit -n");
     check_reason("io_uring", EIO, "io_uring_setup failed");
     check_reason("libaio", EAGAIN, "raise sysctl fs.aio-max-nr");
