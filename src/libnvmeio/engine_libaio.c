@@ -104,6 +104,8 @@ static bool concerns_block(int error)
            error != -ENOMEM;
 }
 
+/* Submit all pending blocks. A block that the kernel refuses finishes with its error.
+ * After any other error, try again until nvmeio_patience_try() gives up. */
 static int aio_hand_over(struct nvmeio_engine *engine)
 {
     struct aio *aio = engine->state;

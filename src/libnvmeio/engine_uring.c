@@ -196,6 +196,8 @@ static int uring_collect(struct nvmeio_engine *engine, bool waits)
     return count;
 }
 
+/* Submit, wait and collect. Collect even if the call failed, because blocks may have
+ * completed before it did. */
 static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;

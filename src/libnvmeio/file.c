@@ -207,6 +207,8 @@ static int probe_direct(const struct nvmeio_file *file)
     return error == -EINVAL || error == -EOPNOTSUPP ? -EINVAL : 0;
 }
 
+/* Set the alignments for O_DIRECT. Returns an error if they are not known and O_DIRECT
+ * does not work, or if they are larger than those of our bounces. */
 static int find_alignment(struct nvmeio_file *file, const struct statx *status)
 {
     uint32_t memory, offset;
@@ -483,6 +485,9 @@ int nvmeio_error_told(int error)
     return error == -ENODATA || error == -ECANCELED ? -EIO : error;
 }
 
+/* Return the page cache's descriptor, and open it if necessary. If that fails and
+ * `may_turn` is set, give up O_DIRECT instead. If several threads do this at once, the
+ * first descriptor stays. */
 static int open_buffered(struct nvmeio_file *file, bool may_turn)
 {
     int fd = atomic_load_explicit(&file->fd, memory_order_acquire), none = -1;

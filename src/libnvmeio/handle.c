@@ -588,6 +588,7 @@ void nvmeio_handle_close(struct nvmeio_handle *handle)
     void *user;
 
     nvmeio_handle_stop(handle);
+    /* Drop the queue's references to requests that nobody has popped. */
     while (nvmeio_queue_pop(&handle->queue, &user, 1) == 1)
         ;
     handle_release(handle);

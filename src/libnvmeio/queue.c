@@ -452,6 +452,8 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
     struct nvmeio_request *dropped = NULL, *settled = NULL, *planned = NULL, *next;
     int cancelling = queue->cancelling;
 
+    /* Requests are settled and planned without the mutex. What that entails may make
+     * other requests ready, so repeat until there are none. */
     do {
         for (; planned; planned = next) {
             next = planned->ready_next;
@@ -503,6 +505,7 @@ int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
     nvmeio_queue_unlock(queue);
     if (removed)
         return -ETIMEDOUT;
+    /* Another thread has taken the waiter off the list, and is about to wake it. */
     nvmeio_waiter_sleep(waiter, -1);
     return 0;
 }

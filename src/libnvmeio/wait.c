@@ -11,6 +11,7 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
 
     if (nvmeio_request_before_fork(request))
         return nvmeio_request_done(request) ? 0 : -EOWNERDEAD;
+    /* No mutex if there is nothing to report, or no time to wait. */
     if (nvmeio_request_done(request) ? !request->user : timeout_ns == 0)
         return nvmeio_request_done(request) ? 0 : -ETIMEDOUT;
     int64_t deadline_ns = nvmeio_deadline(timeout_ns);

@@ -65,8 +65,8 @@ struct nvmeio_worker {
  * would cost as much as its copy. */
 #define COPIED_ALONE_BYTES (64u << 10)
 
-/* Small bounces lie side by side: 128 of them fill one huge page. As many of the large
- * ones would evict each other from the caches. */
+/* Small bounces are side by side in memory: 128 of them fill one huge page. As many
+ * ordinary ones would evict each other from the caches. */
 #define SMALL_BOUNCE_BYTES ((size_t)16 << 10)
 
 static size_t smaller(size_t a, size_t b)
@@ -256,6 +256,7 @@ static void take_with_bounces(struct nvmeio_worker *worker)
             grow_others(worker);
         nvmeio_queue_lock(queue);
         take(worker);
+        /* The blocks in flight will give back their bounces. */
         if (worker->bounces_short && worker->in_flight > 0)
             break;
     }
