@@ -429,7 +429,7 @@ class TestFailures:
         before = {"copy": b"old"}
         done = nvmeio("cp", "--verify", "--engine", engine, source, faulty / "copy")
         message = error_of(done)
-        assert f"is not what {source} has" in message
+        assert f"the copy differs from {source}" in message
         assert f"not {sha256(source.read_bytes())}" in message
         assert Faults(faulty / "copy").fired()[f"{call}.flip"] > 0
         Faults(faulty / "copy").set()
