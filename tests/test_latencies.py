@@ -104,9 +104,9 @@ def test_a_difference_counts_the_blocks_in_between(counted):
 
 
 def test_only_an_earlier_snapshot_can_be_subtracted(counted):
-    with pytest.raises(ValueError, match=r"of 2 blocks.+ what <.+ of 1 blocks"):
+    with pytest.raises(ValueError, match=r"of 2 blocks.+ that <.+ of 1 blocks.+ lacks"):
         counted([10]) - counted([10, 20])
-    with pytest.raises(ValueError, match="must be an earlier look at the same handle"):
+    with pytest.raises(ValueError, match="subtract an earlier snapshot of the same handle"):
         counted([10, 10]) - counted([20])
     with pytest.raises(TypeError):
         counted([10]) - 1
