@@ -1,5 +1,6 @@
 """A transfer in flight: what it may and must do to its memory and its file."""
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,10 +32,12 @@ class InFlight:
     failed: tuple = ()  # indices of records that did not land completely
     verdict: str = "the memory was not released"  # on memory that was dropped
 
-    @property
-    def path(self):
-        """The path or descriptor in errors."""
-        return getattr(self.named, "path", self.named)
+    def __post_init__(self):
+        """Note the path in errors; by then the descriptor may be closed."""
+        if isinstance(self.named, int):
+            self.path = os.readlink(f"/proc/self/fd/{self.named}")
+        else:
+            self.path = getattr(self.named, "path", self.named)
 
     @property
     def writes(self):
