@@ -419,13 +419,15 @@ cdef class Request:
         Returns
         -------
         bool
-            True if any block was cancelled: ``wait()`` will raise CancelledError.  Until
-            then, blocks that the kernel has may still be transferred.  False if there was
-            nothing to cancel, or the request was submitted before a fork().
+            True if any block was cancelled: ``wait()`` will raise CancelledError.  False if
+            there was nothing to cancel, or the request was submitted before a fork().
 
         Notes
         -----
-        Does not block.  A cancelled write leaves its part of the file undefined.
+        Does not block.  The kernel may still transfer the blocks that it has, so the memory
+        may be reused when ``wait()`` has raised, and not before.  After a cancelled read,
+        each byte of the buffer is either the file's or the one from before, and nothing
+        tells which.  A cancelled write leaves its part of the file undefined.
         """
         cdef int dropped
         if self.finished or self.c == NULL:

@@ -33,7 +33,7 @@ cdef int64_t BREATH_NS = 1_000_000
 
 # Resources that workers of any engine need, by the errno of their exhaustion.
 _LACKING = {
-    errno.EAGAIN: "no thread can be started (ulimit -u, pids.max of control groups)",
+    errno.EAGAIN: "no thread can be started (ulimit -u, ulimit -v, pids.max of cgroups)",
     errno.EMFILE: "this process has no descriptor left (ulimit -n)",
     errno.ENFILE: "the system has no descriptor left (sysctl fs.file-max)",
     errno.ENOMEM: "memory, or the memory that may be locked, ran out (ulimit -l)",
