@@ -160,7 +160,7 @@ def test_install_without_a_block_lasts_until_uninstall():
 def test_another_value_of_errors_is_refused_until_uninstall():
     with nvmeio.deepspeed.install():
         installed = state_of_deepspeed()
-        with pytest.raises(RuntimeError, match=r"errors='status', as .* uninstall\(\)"):
+        with pytest.raises(RuntimeError, match=r"errors='status', by .* uninstall\(\)"):
             nvmeio.deepspeed.install(errors="raise")
         assert state_of_deepspeed() == installed
     with pytest.raises(ValueError, match="errors"):
