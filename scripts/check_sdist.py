@@ -28,6 +28,13 @@ assert pathlib.Path(nvmeio.get_include(), "nvmeio/nvmeio.h").is_file()
 for name in ("libnvmeio.a", "libnvmeio.so", "pkgconfig/nvmeio.pc"):
     assert pathlib.Path(nvmeio.get_library_dir(), name).is_file(), name
 print(nvmeio.engines())
+# What works without torch, and without what torch brings.
+import subprocess
+import nvmeio.aio, nvmeio.checkpoint, nvmeio.npy, nvmeio.profiles, nvmeio.safetensors.numpy
+for words in ("--version", "doctor --help", "bench --help", "tune --help", "cp --help",
+              "verify --help", "inspect --help", "checkpoints --help"):
+    command = [sys.executable, "-m", "nvmeio", *words.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 """
 
 # The Cython module of docs/embedding.md, which loads the library by importing nvmeio.

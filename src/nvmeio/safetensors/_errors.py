@@ -1,8 +1,9 @@
 """The error of the safetensors format."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["SafetensorError"]
 
@@ -29,7 +30,7 @@ class SafetensorError(Exception):
     # The subclass that is raised; install() sets it.
     _raised: "type[SafetensorError] | None" = None
 
-    def __new__(cls, *args: Any) -> Self:
+    def __new__(cls, *args: Any) -> "Self":
         """Make an error, or for this class one of the subclass that install() has set."""
         raised: Any = cls
         if cls is SafetensorError and SafetensorError._raised is not None:

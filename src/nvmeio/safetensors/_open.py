@@ -5,9 +5,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvmeio._arguments.checks import whole
 from nvmeio._events.forks import call_in_child
@@ -18,6 +16,9 @@ from nvmeio.safetensors._frameworks import Framework, framework_of
 from nvmeio.safetensors._header import Layout, Tensor
 from nvmeio.safetensors._loading import Loading, Wanted, load, look_up, wanted
 from nvmeio.safetensors._slices import plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["TensorSlice", "check_backend", "rules_of", "safe_open", "selected"]
 
@@ -401,7 +402,7 @@ class safe_open:  # noqa: N801
             self._in_order = 0
         return load([part], self._framework)[tensor.name]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         """Return this file; the end of the block closes it."""
         return self
 
