@@ -61,9 +61,9 @@ struct arena {
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t grown =
-    PTHREAD_COND_INITIALIZER; /* an arena grew, or could not */
-static void *extents;         /* the root of tsearch(3) */
+/* An arena grew, or could not. */
+static pthread_cond_t grown = PTHREAD_COND_INITIALIZER;
+static void *extents;                                       /* the root of tsearch(3) */
 static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
 static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */

@@ -374,7 +374,10 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         """Refuse a state of other data."""
         now = self._contents()
         if not isinstance(before, dict) or set(before) != set(now):
-            raise ValueError(f"the state has {before!r:.100} for what the data were")
+            raise ValueError(
+                f"the state's 'dataset' is {before!r:.100}; it must be a dict of "
+                f"{sorted(now)}"
+            )
         changes = [
             f"the {name} was {before[name]} and is {now[name]}"
             for name in ("shape", "dtype")

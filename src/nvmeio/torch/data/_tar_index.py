@@ -402,7 +402,7 @@ def _save(saved: str, index: TarIndex, stamp: _Stamp) -> None:
         "names": json.dumps(index.names),
     }
     try:
-        # Whoever may write to the folder must not choose another file to be overwritten.
+        # A symbolic link in the folder must not redirect the write to another file.
         with replacing_links():
             save_file(arrays, saved, metadata, sync=False)
     except (OSError, SafetensorError) as error:
