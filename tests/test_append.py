@@ -1,11 +1,13 @@
 """Appending rows to an array, under errors, kills and other writers."""
 
 import errno
+import fcntl
 import os
 import pickle
 import resource
 import signal
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -350,6 +352,8 @@ def in_child(function, *args):
         try:
             function(*args)
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return child
@@ -475,6 +479,46 @@ class TestOthers:
                 done.set()
                 reading.result()
         assert lengths
+
+    @pytest.mark.parametrize("call", ["open", "refresh"])
+    def test_a_reader_of_raw_bytes_waits_for_an_append(self, path, monkeypatch, call):
+        """The append is held still when the file has a part of its rows."""
+        written, waits, flock = threading.Event(), threading.Event(), fcntl.flock
+
+        class Halfway(Handle):
+            def write(self, buffer, file, offset=0):
+                super().write(buffer[: len(buffer) // 2 + 1], file, offset)
+                written.set()
+                waits.wait(30)
+                return super().write(buffer, file, offset)
+
+        def noting(descriptor, operation):
+            if operation == fcntl.LOCK_SH:
+                waits.set()
+            return flock(descriptor, operation)
+
+        options = {"dtype": "i4", "shape": (-1, 5)}
+        np.zeros((3, 5), "i4").tofile(path)
+        with (
+            ThreadPoolExecutor(1) as pool,
+            Halfway() as handle,
+            ArrayFile(path, mode="r+", handle=handle, **options) as array,
+            ArrayFile(path, **options) as reader,
+        ):
+            monkeypatch.setattr(fcntl, "flock", noting)
+            appending = pool.submit(array.append, np.ones((7, 5)))
+            assert written.wait(30)
+            try:
+                if call == "open":
+                    with ArrayFile(path, mode="r+", **options) as other:
+                        assert other.shape == (10, 5)
+                        other.append(np.ones((1, 5)))
+                else:
+                    reader.refresh()
+                    assert reader.shape == (10, 5)
+            finally:
+                waits.set()
+                appending.result()
 
     def test_a_forked_child_does_not_keep_the_lock(self, path):
         """The child was forked while the parent appended, and lives on."""

@@ -41,7 +41,7 @@ from nvmeio._arrays.npy_header import (
 from nvmeio._arrays.operators import Unread
 from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.descriptors import opened
-from nvmeio._files.locks import locked
+from nvmeio._files.locks import locked, locked_for_reading
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
 from nvmeio._native.buffer import borrow
@@ -167,7 +167,7 @@ class ArrayFile(Unread):
         self._lent = handle
         # The directory to sync, if create() made the file.
         self._created: str | None = None
-        self._is_raw = False
+        self._is_raw = self._reaches_end = False
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
         # For pickling: valid in any working directory.
@@ -178,7 +178,6 @@ class ArrayFile(Unread):
             self._file.close()
             raise
         self._dtype, self._shape, self._offset = layout.dtype, layout.shape, layout.offset
-        self._reaches_end = self._file.size == self._offset + self.nbytes
 
     def _found(self, dtype: Any) -> tuple[Elements, Layout]:
         """Return the file's elements and layout."""
@@ -190,7 +189,11 @@ class ArrayFile(Unread):
         offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
         if offset or not has_magic(self._file):
             self._is_raw = True
-            return elements, self._raw_layout(elements.dtype, offset)
+            # An append in progress may have written a part of a row.
+            with naming(self.path), locked_for_reading(self._file.fileno()):
+                layout = self._raw_layout(elements.dtype, offset)
+                self._reaches_end = self._file.size == offset + layout.nbytes
+            return elements, layout
         layout = self._npy_layout()
         if elements.dtype != layout.dtype:
             raise ValueError(
@@ -612,13 +615,17 @@ class ArrayFile(Unread):
 
         Notes
         -----
-        Only ``shape`` changes.  It does not wait for an append in progress.  An array of
-        raw bytes that did not reach the end of its file when it was opened stays the same.
+        Only ``shape`` changes.  For a raw file, it waits for an append in progress.  An
+        array of raw bytes that did not reach the end of its file when it was opened stays
+        the same.
         """
         self._check_open()
+        number = self._file.fileno()
         with (
             naming(self.path),
-            opened(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY) as descriptor,
+            locked_for_reading(number)
+            if self._is_raw
+            else opened(f"/proc/self/fd/{number}", os.O_RDONLY) as descriptor,
         ):
             self._take_shape(self._layout_now(descriptor).shape)
 

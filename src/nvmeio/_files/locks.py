@@ -15,7 +15,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly
 from nvmeio._files.paths import naming
 
-__all__ = ["WriterLock", "in_child_close", "locked"]
+__all__ = ["WriterLock", "in_child_close", "locked", "locked_for_reading"]
 
 _HOLDER_BYTES_MAX = 300
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -101,10 +101,27 @@ def locked(descriptor: int) -> Iterator[int]:
 
     Excludes other threads too, not only processes, because each call opens the file anew.
     """
-    held = _Held(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    with _held(descriptor, os.O_RDWR) as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        yield mine
+
+
+@contextlib.contextmanager
+def locked_for_reading(descriptor: int) -> Iterator[int]:
+    """Wait until nobody has ``locked`` a file, and keep it so; yield a new descriptor."""
+    with _held(descriptor, os.O_RDONLY) as mine:
+        # Where a file cannot be locked, nobody has locked it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(mine, fcntl.LOCK_SH)
+        yield mine
+
+
+@contextlib.contextmanager
+def _held(descriptor: int, flags: int) -> Iterator[int]:
+    """Open a file anew, to lock it; forked children do not keep the lock."""
+    held = _Held(os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC))
     in_child_close(held)
     try:
-        fcntl.flock(held.descriptor, fcntl.LOCK_EX)
         yield held.descriptor
     finally:
         held.close()
