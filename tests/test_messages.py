@@ -10,6 +10,8 @@ import torch
 
 import nvmeio
 import nvmeio.torch
+from nvmeio.safetensors import safe_open
+from nvmeio.safetensors.numpy import save_file
 
 
 def closed(file):
@@ -68,6 +70,21 @@ MISTAKES = {
         TypeError,
         r"a tensor of torch\.bfloat16 cannot be assigned to elements of float16",
     ),
+    "a pattern of archives": (
+        lambda folder: nvmeio.torch.TarDataset(folder / "shard-{000..010}.tar"),
+        FileNotFoundError,
+        r"patterns are not expanded: .* sorted\(glob\.glob\('.*shard-\*\.tar'\)\)",
+    ),
+    "a pattern of tokens in a list": (
+        lambda folder: nvmeio.torch.TokenDataset([folder / "train_*.bin"], 4),
+        FileNotFoundError,
+        r"patterns are not expanded: .* sorted\(glob\.glob\('.*train_\*\.bin'\)\)",
+    ),
+    "names for tensors of a model": (
+        lambda folder: safe_open(folder / "model.safetensors", "np").get_many(["weight"]),
+        TypeError,
+        "indices is of type list; it must be a dict from names to indices, or to None",
+    ),
     "a row of no rows": (
         lambda folder: nvmeio.ArrayFile(folder / "none.npy").gather([0]),
         IndexError,
@@ -88,6 +105,7 @@ def folder(tmp_path):
     np.savez(tmp_path / "archive.npz", one=np.zeros(3))
     np.save(tmp_path / "half.npy", np.zeros(3, np.float16))
     np.save(tmp_path / "none.npy", np.zeros(0, np.int64))
+    save_file({"weight": np.zeros(3)}, tmp_path / "model.safetensors")
     return tmp_path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nvmeio._arguments.checks import whole
+from nvmeio._arguments.checks import shown, whole
 from nvmeio._events.forks import call_in_child
 from nvmeio.safetensors._dtypes import BITS
 from nvmeio.safetensors._errors import SafetensorError
@@ -387,6 +387,11 @@ class safe_open:  # noqa: N801
             `out` lacks a tensor, or has one of another dtype or shape; nothing was read.
         """
         file = self._opened()
+        if not isinstance(indices, Mapping):
+            raise TypeError(
+                f"indices is {shown(indices)}; it must be a dict from names to indices, or "
+                "to None for whole tensors"
+            )
         chosen = [
             selected(file, name, index, self._framework, self._rules)
             for name, index in indices.items()

@@ -18,11 +18,10 @@ from nvmeio._arguments.checks import shown
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, array_of
-from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
-from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored
+from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored, literal
 
 __all__ = [
     "CHECKED_AT_ONCE",
@@ -390,12 +389,12 @@ class OpenFiles:
 def paths_of(path: Any) -> list[str | bytes]:
     """Return the absolute paths of files."""
     if isinstance(path, str | bytes | os.PathLike):
-        return [absolute(path)]
+        return [literal(path)]
     if not isinstance(path, Sequence):
         raise TypeError(f"path is {shown(path)}; it must be a path, or a sequence of paths")
     if not path:
         raise ValueError("path is empty; it must name at least one file")
-    return [absolute(one) for one in path]
+    return [literal(one) for one in path]
 
 
 def _integers(name: str, values: Any) -> Integers:

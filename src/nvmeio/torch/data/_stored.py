@@ -6,6 +6,7 @@ A gather fills the tensors of a batch, and the samples are views of them.
 import contextlib
 import errno
 import os
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from nvmeio._arguments.checks import integer
+from nvmeio._arguments.checks import integer, path_of
+from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, positions
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
@@ -29,7 +31,7 @@ from nvmeio.arrays import ArrayFile
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["COMPARED_BYTES", "Flight", "Stored", "beginnings_of"]
+__all__ = ["COMPARED_BYTES", "Flight", "Stored", "beginnings_of", "literal"]
 
 # How many files the repr of a dataset names.
 _NAMED_MAX = 3
@@ -291,6 +293,21 @@ def beginnings_of(array: ArrayFile, rows: Positions, nbytes: int) -> npt.NDArray
         offsets = array.offset + rows * array._row_bytes
         array._handle().gather(array._file, offsets, nbytes, memory)
     return memory
+
+
+def literal(path: Path) -> str | bytes:
+    """Return the absolute path of a file; raise FileNotFoundError for a pattern."""
+    found = absolute(path)
+    name = os.fsdecode(path_of(path))
+    if any(mark in name for mark in "*?[{") and not os.path.lexists(found):
+        pattern = re.sub(r"\{.*\}", "*", name)
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "No such file; patterns are not expanded: pass a list of paths, such as "
+            f"sorted(glob.glob({pattern!r}))",
+            os.fspath(path),
+        )
+    return found
 
 
 def _name_of(source: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._arguments.checks import path_of, whole
+from nvmeio._arguments.checks import whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
@@ -16,7 +16,7 @@ from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
 from nvmeio.torch.data._records import OpenFiles
-from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
+from nvmeio.torch.data._stored import Flight, Stored, beginnings_of, literal
 
 __all__ = ["TokenDataset"]
 
@@ -112,7 +112,7 @@ class TokenDataset(Stored):
             raise ValueError("paths is empty; it must name at least one file")
         for source in sources:
             if not isinstance(source, ArrayFile):
-                path_of(source)
+                literal(source)
             elif dtype is not None or offset:
                 raise ValueError(
                     f"dtype is {dtype} and offset {offset}; they are for paths, and "
