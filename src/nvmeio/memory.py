@@ -30,8 +30,10 @@ def empty(
     dtype : dtype, default float64
         The dtype of the elements, not of Python objects.
     pin_memory : bool, default False
-        Lock the memory if RLIMIT_MEMLOCK permits, mark it for ``is_pinned``, and register
-        it with the CUDA driver if CUDA is in use.
+        Lock the memory, all of it or none: if it exceeds RLIMIT_MEMLOCK, nothing is locked,
+        without an error.  ``pool_stats()["bytes_locked"]`` counts what is locked.  Also
+        register the memory with the CUDA driver if CUDA is in use.
+        ``aio_handle.is_pinned`` is True in any case.
     numa_node : int, optional
         The NUMA node of the memory; default: not bound to a node.
 

@@ -209,7 +209,8 @@ cdef class aio_handle:
         -------
         torch.Tensor or numpy.ndarray
             One-dimensional and not initialized.  Page-aligned, populated, in huge pages if
-            the system has them, and locked if RLIMIT_MEMLOCK permits.
+            the system has them.  All of it is locked, or nothing if RLIMIT_MEMLOCK is too
+            small; ``nvmeio.pool_stats()["bytes_locked"]`` counts what is locked.
 
         Raises
         ------
@@ -272,7 +273,8 @@ cdef class aio_handle:
         -------
         bool
             True for memory that torch pinned, and for any part of a tensor from
-            ``new_cpu_locked_tensor`` of any handle that was not freed.
+            ``new_cpu_locked_tensor`` of any handle that was not freed, even if the system
+            did not permit to lock it.
         """
         return is_locked(buffer)
 

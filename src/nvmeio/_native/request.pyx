@@ -407,6 +407,11 @@ cdef class Request:
         bool
             True also if it failed or was cancelled.
 
+        Raises
+        ------
+        OSError
+            EOWNERDEAD: the request was submitted before a fork(), and was not done then.
+
         Notes
         -----
         Does not wait for I/O, but may copy into a strided buffer or to a device.

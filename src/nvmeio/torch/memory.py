@@ -28,9 +28,10 @@ def empty(
     dtype : torch.dtype, optional
         The dtype; by default torch's default dtype.
     pin_memory : bool, default False
-        Lock the memory if RLIMIT_MEMLOCK allows; ``aio_handle.is_pinned`` reports whether
-        it did.  If CUDA is present, also register the memory with its driver, so that
-        ``non_blocking`` copies are asynchronous.
+        Lock the memory, all of it or none: if it exceeds RLIMIT_MEMLOCK, nothing is locked,
+        without an error.  ``pool_stats()["bytes_locked"]`` counts what is locked.  If CUDA
+        is present, also register the memory with its driver, so that ``non_blocking``
+        copies are asynchronous.  ``aio_handle.is_pinned`` is True in any case.
     numa_node : int, optional
         The NUMA node to allocate on; by default unbound.
 
