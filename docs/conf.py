@@ -37,6 +37,7 @@ extensions = [
     # In docs/_ext.
     "c_headers",
     "command_line",
+    "glossary_links",
     "linked_names",
     "page_groups",
 ]
