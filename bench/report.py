@@ -133,6 +133,13 @@ def speed_unit(duel: Duel) -> str:
     return "k/s" if duel.record_bytes else "GB/s"
 
 
+def figure_heads(duels: list[Duel]) -> Row:
+    """Return the heads of the two columns of figures."""
+    kinds = {"speed" if moves_bytes(duel) else "time" for duel in duels}
+    kind = " or ".join(sorted(kinds))
+    return tuple(f"{kind} of the {contestant}" for contestant in ("first", "second"))
+
+
 def speed_of(duel: Duel) -> Callable[[Sample], float]:
     """Return a function that computes a sample's speed in that unit."""
     if not moves_bytes(duel):
@@ -193,12 +200,12 @@ def full(scripts: dict[str, Outcome]) -> Table:
     """Make the table of all comparisons."""
     duels = [duel for outcome in scripts.values() for duel in outcome.duels]
     counts_records = any(duel.record_bytes for duel in duels)
-    head = ("work", "contestants", "the first", "the second", "CPU time")
+    head = ("work", "first / second", *figure_heads(duels), "CPU time")
     if counts_records:
         head = (*head, "delivered")
     if has_memory := any(duel.memory for duel in duels):
         head = (*head, "memory")
-    head = (*head, "ratio", "goal", "")
+    head = (*head, "ratio", "goal", "verdict")
     return head, [row for duel in duels for row in rows(duel, counts_records, has_memory)]
 
 
@@ -207,7 +214,7 @@ def medians(scripts: dict[str, Outcome]) -> Table:
     duels = [duel for outcome in scripts.values() for duel in outcome.duels]
     names = {duel.names for duel in duels}
     alike = len(names) == 1
-    head: Row = ("work", "contestants", "the first", "the second", "ratio")
+    head: Row = ("work", "first / second", *figure_heads(duels), "ratio")
     if alike:
         head = ("work", *names.pop(), "ratio")
     if has_memory := any(duel.memory for duel in duels):
@@ -241,7 +248,7 @@ def summary(scripts: dict[str, Outcome]) -> Table:
         counts = (len(outcome.duels), reached, missed, len(judged) - reached - missed)
         took = f"{outcome.seconds:.0f} s"
         found.append((f"`bench_{name}.py`", *map(str, counts), took, words))
-    head = ("script", "comparisons", "goals reached", "missed", "void", "took", "")
+    head = ("script", "comparisons", "goals reached", "missed", "void", "took", "notes")
     return head, found
 
 
@@ -260,7 +267,7 @@ def missed(scripts: dict[str, Outcome]) -> Table:
         for duel, goal, verdict in verdicts(outcome)
         if verdict != "reached"
     ]
-    head = ("script", "work", "contestants", "goal", "measured", "")
+    head = ("script", "work", "first / second", "goal", "measured", "verdict")
     return head, found
 
 
