@@ -1,7 +1,8 @@
 /* base.h -- types and limits that every other header uses.
  *
- * Every function returns 0 or a count, or -errno, unless its comment says
- * otherwise.  Nothing here prints, exits or raises. */
+ * Unless its comment says otherwise, a function returns 0 or a count if it
+ * succeeds, and a negative errno if it fails: nvmeio_file_open() returns -ENOENT
+ * if there is no such file.  No function prints, exits or raises a signal. */
 #ifndef NVMEIO_BASE_H
 #define NVMEIO_BASE_H
 
