@@ -1,13 +1,16 @@
-/* The order of search results: pages for users come before the C API and development. */
+/* The order of search results: guides come before the reference, which comes before the C
+ * API and development. */
 "use strict";
 
 const forDevelopers = /^(bench|src|tests)\/|^docs\/(design|decisions|reference\/c)$|^(CHANGELOG|CONTRIBUTING)$/;
 
 var Scorer = {
-  score: ([docname, title, anchor, descr, score]) =>
-    forDevelopers.test(docname) || /^C | parameter,/.test(descr || "")
-      ? score - 20
-      : score,
+  score: ([docname, title, anchor, descr, score]) => {
+    if (forDevelopers.test(docname) || /^C | parameter,/.test(descr || ""))
+      return score - 20;
+    // A word in the text of a page, or in its title, rather than the name of an object.
+    return docname.startsWith("docs/reference/") && !descr ? score - 4 : score;
+  },
   // The values of Sphinx, which fills in none that is missing.
   objNameMatch: 11,
   objPartialMatch: 6,
