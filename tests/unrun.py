@@ -152,6 +152,8 @@ UNRUN = {
     "> nvmeio-seccomp.json": Unrun(JQ, has_its_files),
     "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --ulimit memlock=-1 "
     "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
+    "docker run --rm -v ~/.config/nvmeio:/config/nvmeio:ro -e XDG_CONFIG_HOME=/config "
+    "-e NVMEIO_PROFILE=auto my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
     "docker compose -f compose.yaml up": Unrun(NO_DOCKER, has_its_files),
     "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --cap-add SYS_NICE "
     "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
