@@ -89,6 +89,12 @@ def test_json_has_exact_values(root):
     assert found["unfinished"] == []
 
 
+def test_the_folder_of_a_step_is_no_root(root):
+    found = nvmeio("checkpoints", root / "step-10")
+    assert (found.status, found.out) == (1, "")
+    assert "it is the folder of step 10; its ROOT is the folder above" in found.err
+
+
 @pytest.mark.parametrize("kind", ["empty", "missing"])
 def test_a_folder_without_checkpoints(tmp_path, kind):
     path = tmp_path if kind == "empty" else tmp_path / "no"
@@ -121,4 +127,4 @@ def test_verify_reads_all_of_each_step(root):
 def test_verify_of_a_folder_without_checkpoints(tmp_path):
     found = nvmeio("verify", tmp_path)
     assert found.status == 1
-    assert "Is a directory, without checkpoints" in found.err
+    assert "it is a folder without steps of nvmeio.checkpoint; it is empty" in found.err

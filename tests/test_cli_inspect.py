@@ -12,6 +12,7 @@ import pytest
 import nvmeio.safetensors.numpy as st
 from commands import nvmeio
 from nvmeio._cli import main, torch_files
+from nvmeio.checkpoint import Checkpointer
 
 TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
 
@@ -122,6 +123,69 @@ def test_a_torch_file_may_lack_checksums(tmp_path):
         torch.save({"x": torch.ones(3)}, tmp_path / "state.pt")
     found = json.loads(nvmeio("inspect", tmp_path / "state.pt", "--json").out)
     assert [each["name"] for each in found["tensors"]] == ["x"]
+
+
+@pytest.mark.parametrize("writer", ["torch", "nvmeio"])
+def test_a_checkpoint_of_torch_is_listed_by_its_metadata(tmp_path, writer):
+    """The zip archive at the end of a shard holds only one of its values."""
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    from nvmeio.torch.dcp import FileSystemWriter
+
+    kind = dcp.FileSystemWriter if writer == "torch" else FileSystemWriter
+    state = {"w": torch.ones(300, 70), "b": torch.zeros(4, dtype=torch.bfloat16), "step": 7}
+    folder = tmp_path / "step-30"
+    dcp.save(state, storage_writer=kind(str(folder)), no_dist=True)
+    (shard,) = folder.glob("*.distcp")
+
+    def tensor(name, dtype, shape, nbytes):
+        one = {"name": name, "dtype": dtype, "shape": shape, "bytes": nbytes}
+        return {**one, "files": [shard.name]}
+
+    found = json.loads(nvmeio("inspect", folder, "--json").out)
+    assert found["format"] == "torch.distributed.checkpoint"
+    assert {each["name"]: each for each in found["tensors"]} == {
+        "w": tensor("w", "float32", [300, 70], 84000),
+        "b": tensor("b", "bfloat16", [4], 8),
+    }
+    assert [each["name"] for each in found["values"]] == ["step"]
+    shown = nvmeio("inspect", folder).out.splitlines()
+    assert shown[0].split() == ["name", "dtype", "shape", "size", "files"]
+    assert shown[-1] == "torch.distributed.checkpoint: 2 tensors, 82 KiB; 1 other value"
+    refused = nvmeio("inspect", shard)
+    assert (refused.status, refused.out) == (1, "")
+    assert f"`nvmeio inspect {folder}` lists the checkpoint" in refused.err
+    found = nvmeio("verify", folder)
+    assert found.status == 1
+    assert "has no checksums that nvmeio could compare" in found.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}.", b"\x80\x02K\x01."])
+def test_metadata_that_describes_no_checkpoint_is_refused(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    found = nvmeio("inspect", tmp_path)
+    assert found.status == 1
+    assert f"{tmp_path}/.metadata: it" in found.err
+    assert "Traceback" not in found.err
+
+
+def test_a_step_of_a_checkpointer_is_listed(tmp_path):
+    root = tmp_path / "run"
+    metadata = {"loss": 0.5, "shape": (1, 2), "worst": float("nan")}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(30, {"model": {"w": np.zeros(10)}}, metadata=metadata)
+    found = json.loads(nvmeio("inspect", root / "step-30", "--json").out)
+    assert [each["name"] for each in found["tensors"]] == ["model/w"]
+    assert found["metadata"]["step"] == 30
+    # As in the list of steps.
+    told = {"loss": 0.5, "shape": [1, 2], "worst": {"float": "nan"}}
+    (step,) = json.loads(nvmeio("checkpoints", root, "--json").out)["steps"]
+    assert found["metadata"]["metadata"] == step["metadata"] == told
+    assert "step: 30" in nvmeio("inspect", root / "step-30").out
+    assert f"`nvmeio checkpoints {root}` lists them" in nvmeio("inspect", root).err
+    (root / "step-30" / "manifest.json").unlink()
+    assert "manifest.json is missing" in nvmeio("inspect", root / "step-30").err
 
 
 def hostile_pickle(kind):

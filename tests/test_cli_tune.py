@@ -227,9 +227,15 @@ def test_the_best_settings_are_shown_and_saved(folder, configuration, tmp_path_f
     rows = [line for line in done.out.splitlines() if described(DEFAULT) in line]
     assert [row.split()[0] for row in rows] == ["read", "write", "both"]
     assert all("1 MiB x 128 (default) " in row for row in rows)
-    assert [row.split()[-2:] for row in rows] == [["default", "no"]] * 3
-    words = "Recommended for reading and writing alike: the default,\nfor nothing else is"
+    assert [row.split()[-2:] for row in rows] == [["default", "perhaps"]] * 3
+    words = "Recommended for reading and writing alike: the default,\nbecause nothing"
     assert words in done.out
+    assert f"  shell:    export NVMEIO_PROFILE={folder}\n" in done.out
+    assert (
+        f"Environment=XDG_CONFIG_HOME={configuration} NVMEIO_PROFILE={folder}" in done.out
+    )
+    assert f" -v {configuration}/nvmeio:/config/nvmeio:ro -e XDG_CONFIG_HOME=" in done.out
+    assert "The block has no key" not in done.out
     with nvmeio.Handle.from_profile(folder) as handle:
         assert handle.queue_depth == DEFAULT["queue_depth"]
     assert (out / "heat.png").read_bytes().startswith(b"\x89PNG")
@@ -244,6 +250,14 @@ def test_the_best_settings_are_shown_and_saved(folder, configuration, tmp_path_f
             assert len(candidate["read_bytes_per_s"]) == race["rounds"] == 1
             assert min(candidate["read_bytes_per_s"]) > 0
     check_block(done.out, report["aio"], out / "ds.json")
+
+
+def test_the_options_without_a_key_in_deepspeeds_block_are_told():
+    best = {**DEFAULT, "engine": "libaio", "bounce": "never"}
+    assert tune._beyond_the_block(best, keeps=True) == (
+        "The block has no key for the engine and bounce: set NVMEIO_ENGINE=libaio "
+        "NVMEIO_BOUNCE=never, or use the profile.\n"
+    )
 
 
 def check_block(shown, block, written):

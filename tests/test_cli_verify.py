@@ -219,7 +219,7 @@ class TestBadFiles:
         assert [line.split(" ")[0] for line in bad] == [f"{name}:" for name in names]
         for line, words in zip(
             bad,
-            ("No such file", "Is a directory", "it is a pipe", "Input/output error"),
+            ("No such file", "it is a folder", "it is a pipe", "Input/output error"),
             strict=True,
         ):
             assert words in line

@@ -12,6 +12,7 @@ import yaml
 
 from helpers import ENGINES
 from nvmeio._config.constants import BOUNCES, DEFAULTS, LIMITS
+from nvmeio._config.options import unknown_variables
 from pages import (
     FENCED,
     PAGES,
@@ -172,6 +173,9 @@ def test_the_table_of_variables_has_exactly_those_that_the_sources_read():
         read |= set(re.findall(r'\bgetenv\("(\w+)"\)', path.read_text()))
     # The command line reads these to learn about its terminal and container.
     assert sorted(told) == sorted(read - {"TERM", "KUBERNETES_SERVICE_HOST", "container"})
+    # So that `nvmeio doctor` does not call one of them misspelt.
+    own = [name for name in told if name.startswith("NVMEIO_")]
+    assert unknown_variables(own) == {}
 
 
 def test_the_table_of_options_has_the_limits_and_defaults_of_the_code():

@@ -85,7 +85,7 @@ def fetches_what_it_names(command, shown):
     """Check that the address is valid, and that the next command reads the file."""
     name, address = command.split()[-2:]
     assert urlsplit(address).scheme == "https"
-    assert f"< {name} " in shown
+    assert f" {name} > " in shown
 
 
 def is_tried_by_the_launcher(command, shown):
@@ -111,6 +111,11 @@ def asks_for_known_faults(command, shown):
         assert f'"{name}="' in source or f'.name = "{name}"' in source, name
 
 
+JQ = "jq may be missing; test_docs_containers.py runs the command where it is installed"
+ADDED = (
+    '.syscalls += [{"names": ["io_uring_setup", "io_uring_enter", "io_uring_register"], '
+    '"action": "SCMP_ACT_ALLOW"}]'
+)
 NO_DOCKER = "tests have no docker, which needs a daemon of root"
 NO_CLUSTER = "tests have no cluster"
 FOR_ALL = "it changes the machine for everybody"
@@ -142,8 +147,13 @@ UNRUN = {
         fetches_what_it_names,
         lambda: {"default.json": docker_profile()},
     ),
+    f"jq '{ADDED}' default.json > nvmeio-seccomp.json": Unrun(JQ, has_its_files),
+    f"jq '.info.runtimeSpec.linux.seccomp | {ADDED}' container.json "
+    "> nvmeio-seccomp.json": Unrun(JQ, has_its_files),
     "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --ulimit memlock=-1 "
     "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
+    "docker run --rm -v ~/.config/nvmeio:/config/nvmeio:ro -e XDG_CONFIG_HOME=/config "
+    "-e NVMEIO_PROFILE=auto my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
     "docker compose -f compose.yaml up": Unrun(NO_DOCKER, has_its_files),
     "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --cap-add SYS_NICE "
     "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
@@ -153,9 +163,8 @@ UNRUN = {
     "crictl inspect $(crictl ps --name plain --quiet) > container.json": Unrun(
         NO_CLUSTER, has_its_files, lambda: {"container.json": container_report()}
     ),
-    "install -D -m 644 nvmeio.json /var/lib/kubelet/seccomp/nvmeio.json": Unrun(
-        NO_CLUSTER, has_its_files
-    ),
+    "install -D -m 644 nvmeio-seccomp.json "
+    "/var/lib/kubelet/seccomp/nvmeio-seccomp.json": Unrun(NO_CLUSTER, has_its_files),
 }
 
 # Blocks that are neither code nor commands, by their first line.

@@ -119,10 +119,10 @@ static const char *explain_uring(int error, char *scratch, size_t size)
     case ENOMEM:
         getrlimit(RLIMIT_MEMLOCK, &limit);
         if (limit.rlim_cur == RLIM_INFINITY)
-            return "not enough memory";
+            return "memory for the rings ran out";
         snprintf(scratch, size,
-                 "not enough memory, or too little may be locked; ulimit -l is %llu "
-                 "KiB",
+                 "the rings exceed the limit on locked memory, or memory ran out; "
+                 "ulimit -l is %llu KiB",
                  (unsigned long long)limit.rlim_cur / 1024);
         return scratch;
     default:
@@ -147,11 +147,16 @@ static const char *explain_libaio(int error)
 void nvmeio_engine_explain(const char *name, int error, char *reason, size_t size)
 {
     char scratch[128];
+    struct rlimit limit = {0};
     const char *advice = "could not be started";
 
-    if (error == -EMFILE)
-        advice = "too many open files; raise ulimit -n";
-    else if (strcmp(name, "io_uring") == 0)
+    if (error == -EMFILE) {
+        getrlimit(RLIMIT_NOFILE, &limit);
+        snprintf(scratch, sizeof(scratch),
+                 "all are in use; raise ulimit -n, which is %llu",
+                 (unsigned long long)limit.rlim_cur);
+        advice = scratch;
+    } else if (strcmp(name, "io_uring") == 0)
         advice = explain_uring(error, scratch, sizeof(scratch));
     else if (strcmp(name, "libaio") == 0)
         advice = explain_libaio(error);

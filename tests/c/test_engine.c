@@ -68,7 +68,9 @@ static void check_reason(const char *name, int error, const char *words)
     nvmeio_engine_explain(name, -error, reason, sizeof(reason));
     if (!strstr(reason, words))
         fprintf(stderr, "%s\n", reason);
-    CHECK(strstr(reason, words) && strstr(reason, strerror(error)));
+    /* The words of the errno come first, and only once. */
+    CHECK(strstr(reason, words) && strstr(reason, strerror(error)) == reason);
+    CHECK(!strcasestr(reason + strlen(strerror(error)), strerror(error)));
 }
 
 /* False if this process may not do that. */
@@ -96,9 +98,9 @@ static void test_a_reason_says_what_would_help(void)
     }
     check_reason("io_uring", ENOSYS, "older than 5.1");
     if (limit_locked(64 * KIB))
-        check_reason("io_uring", ENOMEM, "may be locked; ulimit -l is 64 KiB");
+        check_reason("io_uring", ENOMEM, "ulimit -l is 64 KiB");
     if (limit_locked(RLIM_INFINITY))
-        check_reason("io_uring", ENOMEM, "not enough memory");
+        check_reason("io_uring", ENOMEM, "memory for the rings ran out");
     check_reason("io_uring", EMFILE, "raise ulimit -n");
     check_reason("io_uring", EIO, "io_uring_setup failed");
     check_reason("libaio", EAGAIN, "raise sysctl fs.aio-max-nr");

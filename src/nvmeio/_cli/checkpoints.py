@@ -4,19 +4,24 @@ import argparse
 import datetime as dt
 import json
 import os
+import shlex
 from typing import Any
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, option
+from nvmeio._cli.folders import step_of
 from nvmeio._cli.terminal import Terminal
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 from nvmeio.checkpoint._errors import MovedError
+from nvmeio.checkpoint._kinds import what_is_in
 from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._tree import plain
 
 NOTES = """\
 A step is complete if all of its files are there and have the right size; nvmeio
 verify also checks their bytes.  The exit status is 1 if a step is damaged, or
-if there is none.
+if there is none.  --json also has each step's metadata: as plain JSON, apart
+from values that JSON lacks, such as {"float": "nan"} or {"bytes": "eA=="}.
 
 examples:
   nvmeio checkpoints run
@@ -35,9 +40,15 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not os.path.isdir(options.root):
         raise CommandError(f"{options.root}: there is no such folder")
     checkpointer = Checkpointer(options.root)
+    steps = checkpointer._newest_first()
+    if not steps and (one := step_of(options.root)):
+        parent = shlex.quote(os.path.relpath(one[0]))
+        raise CommandError(
+            f"{options.root}: it is the folder of step {one[1]}; its ROOT is the folder "
+            f"above: nvmeio checkpoints {parent}"
+        )
     found = [
-        _described(options.root, step, metadata=options.json)
-        for step in reversed(checkpointer._newest_first())
+        _described(options.root, step, metadata=options.json) for step in reversed(steps)
     ]
     left = [name for name in os.listdir(options.root) if name.endswith(".nvmeio-tmp")]
     if options.json:
@@ -49,6 +60,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         if left:
             words += f"; {len(left)} unfinished, or left by a process that died, which the "
             words += "next run that saves here removes"
+        elif not found:
+            words += f"; {what_is_in(options.root)}"
         terminal.say(words)
     return 0 if found and all(each["complete"] for each in found) else 1
 
@@ -63,8 +76,7 @@ def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
             said |= {"complete": True, "bytes": manifest.nbytes, "saved": manifest.saved}
             said["checksum"] = manifest.checksum
             if metadata:
-                # As the tree stores it, because JSON cannot represent all values.
-                said["metadata"] = held.tree()["metadata"]
+                said["metadata"] = plain(held.tree()["metadata"])
     except (CheckpointError, MovedError, OSError) as error:
         said["problem"] = str(error)
     return said

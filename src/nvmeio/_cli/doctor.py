@@ -11,6 +11,7 @@ from nvmeio._cli.arguments import Parser, option
 from nvmeio._cli.remedies import Remedy, remedies
 from nvmeio._cli.system import Installation, Storage, System, installation, storage_of
 from nvmeio._cli.terminal import Terminal
+from nvmeio._cli.trials import described
 
 # The version of the JSON.  Increase it if a key is removed or changes its meaning.
 SCHEMA = 1
@@ -21,9 +22,9 @@ file system and its device.  Changes no setting.  In a writable folder it
 writes 1 MiB to a temporary file, reads it back and compares.
 
 exit status:
-  0  io_uring or libaio works, and every PATH can be used: with O_DIRECT, or
-     because it is in memory
-  1  no fast engine works, or a PATH cannot be used
+  0  nvmeio uses io_uring or libaio, or the engine that a profile chose, and
+     every PATH can be used: with O_DIRECT, or because it is in memory
+  1  nvmeio uses a slow engine or none, or a PATH cannot be used
   2  the command line is wrong
 
 examples:
@@ -60,7 +61,9 @@ class Report:
         if self.verdict == "full":
             ways = dict.fromkeys(_way(storage) for storage in self.storages)
             ways.pop("", None)
-            said = ", ".join([str(self.installed.engine), *ways])
+            engine = str(self.installed.engine)
+            engine += " (chosen by a profile)" * (self.installed.chosen_by == "profile")
+            said = ", ".join([engine, *ways])
             return f"nvmeio works here at full speed: {said}"
         if self.verdict == "slower":
             return f"nvmeio works here, but slower than it could: {said}"
@@ -118,8 +121,10 @@ def _tell(report: Report, terminal: Terminal) -> None:
     rows: list[Sequence[str]] = []
     for name, found in report.installed.engines.items():
         state = "works" if found["works"] else "refused" if found["built"] else "not built"
-        state = "in use" if name == report.installed.engine else state
-        rows.append((name, state, found["reason"]))
+        reason = found["reason"]
+        if name == report.installed.engine:
+            state, reason = "in use", reason or _chosen_by(report.installed)
+        rows.append((name, state, reason))
     terminal.table(("engine", "state", "why"), rows)
     rows = [*_installation_rows(report.installed), *_system_rows(report.system)]
     terminal.table(("machine", ""), rows)
@@ -149,7 +154,24 @@ def _installation_rows(installed: Installation) -> list[Sequence[str]]:
     ]
     if settings := [f"{name}={value}" for name, value in installed.environment.items()]:
         rows.append(("environment", " ".join(settings)))
+    rows.append(("profile", _profile(installed)))
     return rows
+
+
+def _chosen_by(installed: Installation) -> str:
+    if installed.chosen_by == "profile" and installed.profile is not None:
+        return f"chosen by the profile {installed.profile['file']}"
+    return "chosen by NVMEIO_ENGINE" if installed.chosen_by == "variable" else ""
+
+
+def _profile(installed: Installation) -> str:
+    """Describe the profile in use, or say why there is none."""
+    selected = installed.environment.get("NVMEIO_PROFILE")
+    if installed.profile is not None:
+        return f"{installed.profile['file']}: {described(installed.profile['options'])}"
+    if not selected:
+        return "none (NVMEIO_PROFILE is not set)"
+    return f"none for NVMEIO_PROFILE={selected}; `nvmeio tune DIR` makes one"
 
 
 def _system_rows(system: System) -> list[Sequence[str]]:

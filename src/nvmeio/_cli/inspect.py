@@ -1,64 +1,92 @@
-"""``nvmeio inspect``: list the tensors of a model file or .npy file, by its header."""
+"""``nvmeio inspect``: list the tensors of a file by its header, or of a checkpoint."""
 
 import argparse
 import json
+import os
 from typing import Any
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._arrays.npy_header import has_magic, read_layout
 from nvmeio._cli.arguments import CommandError, Parser, option
+from nvmeio._cli.folders import contents_of, tensors_in
 from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._cli.torch_files import is_torch_file, tensors_of
 from nvmeio._native.file import File
-from nvmeio.safetensors import SafetensorError, safe_open
+from nvmeio.safetensors import SafetensorError
 
 NOTES = """\
 Reads only headers.  Offsets are in bytes from the beginning of the file; a
 tensor at a multiple of 4096 can be read directly into page-aligned memory.
+
+The folder of a checkpoint is a step of nvmeio.checkpoint, with offsets in its
+tensors.safetensors, or one of torch.distributed.checkpoint, whose values are
+listed with their shards as its .metadata describes them.
 
 examples:
   nvmeio inspect model.safetensors
   nvmeio inspect model.safetensors --json | jq '.tensors[].name'
   nvmeio inspect features.npy
   nvmeio inspect checkpoint.pt
+  nvmeio inspect run/step-100
 """
 
 
 def configure(parser: Parser) -> None:
     parser.epilog = NOTES
     parser.add_argument(
-        "file", metavar="FILE", help="a safetensors, .npy or torch.save file"
+        "file",
+        metavar="FILE",
+        help="a safetensors, .npy or torch.save file, or the folder of a checkpoint",
     )
     option(parser, "--json", "write one object of JSON to standard output")
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    found = _npy(options.file) or _torch(options.file) or _safetensors(options.file)
+    path = options.file
+    if os.path.isdir(path):
+        found = contents_of(path)
+    else:
+        found = _npy(path) or _torch(path) or _safetensors(path)
     if options.json:
         terminal.say(json.dumps(found, indent=2))
         return 0
     tensors = found["tensors"]
+    # The tensors of torch.distributed.checkpoint have files in the place of offsets.
+    last = "files" if "values" in found else "offset"
     rows = [
         (
             each["name"],
             each["dtype"],
             " x ".join(map(str, each["shape"])) or "-",
             in_binary(each["bytes"]),
-            str(each["offset"]),
+            _files(each["files"]) if last == "files" else str(each["offset"]),
         )
         for each in tensors
     ]
+    rows += [
+        (each["name"], "a value", "-", in_binary(each["bytes"]), _files(each["files"]))
+        for each in found.get("values", ())
+    ]
     if rows:
-        terminal.table(("name", "dtype", "shape", "size", "offset"), rows)
+        terminal.table(("name", "dtype", "shape", "size", last), rows)
     for key, value in (found["metadata"] or {}).items():
-        terminal.say(f"{harmless(key)}: {harmless(value)}")
+        text = value if isinstance(value, str) else json.dumps(value)
+        terminal.say(f"{harmless(key)}: {harmless(text)}")
     total = sum(each["bytes"] for each in tensors)
     count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
-    aligned = sum(each["offset"] % 4096 == 0 for each in tensors)
-    terminal.say(
-        f"{found['format']}: {count}, {in_binary(total)}; {aligned} at multiples of 4096"
-    )
+    summary = f"{found['format']}: {count}, {in_binary(total)}"
+    if "values" in found:
+        others = len(found["values"])
+        summary += f"; {others} other value{'s' * (others != 1)}"
+    else:
+        aligned = sum(each["offset"] % 4096 == 0 for each in tensors)
+        summary += f"; {aligned} at multiples of 4096"
+    terminal.say(summary)
     return 0
+
+
+def _files(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} files"
 
 
 def _npy(path: str) -> dict[str, Any] | None:
@@ -86,25 +114,10 @@ def _torch(path: str) -> dict[str, Any] | None:
 
 
 def _safetensors(path: str) -> dict[str, Any]:
-    """Return the contents of a safetensors file, in the order of the file."""
+    """Return the contents of a safetensors file."""
     try:
-        with safe_open(path, "np", direct=False) as file:
-            layout = file._layout()
+        return tensors_in(path)
     except SafetensorError as error:
         raise CommandError(
             f"{path}: it is neither a .npy file nor a model file: {error}"
         ) from None
-    return {
-        "format": "safetensors",
-        "metadata": layout.metadata,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "bytes": tensor.end - tensor.begin,
-                "offset": layout.data_start + tensor.begin,
-            }
-            for tensor in layout.tensors
-        ],
-    }

@@ -1,6 +1,7 @@
 """Examine what determines nvmeio's speed: machine, installation, and paths' devices."""
 
 import contextlib
+import errno
 import os
 import platform
 import re
@@ -14,7 +15,9 @@ from typing import Any
 
 from nvmeio._cli.arguments import sentence
 from nvmeio._config.build import EngineInfo, Feature, build_record, versions
+from nvmeio._config.constants import DEFAULTS
 from nvmeio._config.devices import device_of
+from nvmeio._config.lookup import environment_file, environment_options
 from nvmeio._config.options import environment
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -40,6 +43,9 @@ TRIAL_BYTES = 1 << 20
 
 # File systems in memory, without a device.
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+
+# How many workers to try io_uring's rings with, as a fast machine may use.
+RING_WORKERS = 8
 
 # Kinds of files that a path may be.
 USABLE = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISBLK)
@@ -213,6 +219,28 @@ class System:
         return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def _rings_fit() -> bool:
+    # Pass every option, because the environment must not count here.
+    options: Any = {**DEFAULTS, "engine": "io_uring", "workers": RING_WORKERS}
+    try:
+        Handle(**options).close()
+    except (OSError, ValueError, MemoryError) as error:
+        return getattr(error, "errno", None) != errno.ENOMEM
+    return True
+
+
+def _profile() -> dict[str, Any] | None:
+    value = os.environ.get("NVMEIO_PROFILE")
+    if not value:
+        return None
+    # A profile that cannot be used is the error of the handle.
+    with contextlib.suppress(OSError, ValueError):
+        options = environment_options(value)
+        file = environment_file(value)
+        return {"file": str(file), "options": dict(options)} if file else None
+    return None
+
+
 @dataclass(frozen=True)
 class Installation:
     """The installation of nvmeio, as it works in this process."""
@@ -228,17 +256,31 @@ class Installation:
     features: dict[str, Feature] = _by(lambda: build_record()["features"])
     # In order of preference.
     engines: dict[str, EngineInfo] = _by(engines)
-    # The variables that nvmeio reads.
+    # Whether the rings of RING_WORKERS workers fit into the memory that may be locked.
+    rings_fit: bool = _by(_rings_fit)
+    # The variables that begin with NVMEIO_.
     environment: dict[str, str] = _by(environment)
+    # The file and the options of the profile that NVMEIO_PROFILE selects; None if none.
+    profile: dict[str, Any] | None = _by(_profile)
+
+    @property
+    def chosen_by(self) -> str:
+        """What chose the engine: "variable", "profile" or "nvmeio"."""
+        if self.environment.get("NVMEIO_ENGINE", "auto") not in ("", "auto"):
+            return "variable"
+        named = self.profile is not None and self.profile["options"]["engine"]
+        return "profile" if named and named == self.engine else "nvmeio"
 
 
 def installation() -> Installation:
     """Examine the installation; open a handle to find its engine."""
+    # First, because the kernel frees the locked memory of a handle's rings later.
+    found = engines()
     try:
         with Handle() as handle:
-            return Installation(handle.engine, "")
+            return Installation(handle.engine, "", engines=found)
     except (OSError, ValueError, MemoryError) as error:
-        return Installation(None, sentence(error))
+        return Installation(None, sentence(error), engines=found)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ that does nothing.
 import collections
 import io
 import math
+import os
 import pickle
 import pickletools
+import shlex
 import zipfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,7 +19,14 @@ from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.terminal import sizes
 from nvmeio._files.archives import begin_of, bytes_of
 
-__all__ = ["is_torch_file", "tensors_of"]
+__all__ = [
+    "PICKLE_BYTES_MAX",
+    "SIZES",
+    "Reader",
+    "is_torch_file",
+    "loaded",
+    "tensors_of",
+]
 
 # The limit for a pickle, whose size grows with the number of tensors.
 PICKLE_BYTES_MAX = 256 << 20
@@ -111,31 +120,42 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+def _is_pickle(name: str) -> bool:
+    return name.endswith("/data.pkl")
+
+
 def is_torch_file(path: str) -> bool:
     """Return whether a file is an archive of torch.save."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
+            found = [each for each in archive.infolist() if _is_pickle(each.filename)]
+            first = min((each.header_offset for each in archive.infolist()), default=0)
     except (OSError, zipfile.BadZipFile):
         return False
+    if found and (first > 0 or path.endswith(".distcp")):
+        # Zip archives are read from their end, so only the last one would be listed.
+        folder = os.path.dirname(path) or "."
+        raise CommandError(
+            f"{path}: it is a shard of torch.distributed.checkpoint, with an archive of "
+            f"torch.save for each value; `nvmeio inspect {shlex.quote(folder)}` lists the "
+            "checkpoint"
+        )
+    return bool(found)
 
 
 def tensors_of(path: str) -> list[dict[str, Any]]:
     """Return the tensors of a torch.save file, named by their keys from the top down."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        (name,) = [each for each in archive.namelist() if each.endswith("/data.pkl")][:1]
+        (name,) = [each for each in archive.namelist() if _is_pickle(each)][:1]
         info = archive.getinfo(name)
         if info.file_size > PICKLE_BYTES_MAX:
             has, most = sizes(info.file_size, PICKLE_BYTES_MAX)
             raise CommandError(f"{path}: its pickle has {has}; the limit is {most}")
         try:
             text = bytes_of(file, info)
-            _check_opcodes(text)
-            content = Reader(io.BytesIO(text)).load()
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:
+        except ValueError as error:
             raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
+        content = loaded(text, path, Reader)
         folder = name.removesuffix("data.pkl")
         found = []
         for key, tensor in _walk(content, path):
@@ -153,6 +173,17 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
                 }
             )
         return found
+
+
+def loaded(text: bytes, path: str, reader: type[Reader]) -> Any:
+    """Return what a reader makes of the pickle of a file."""
+    try:
+        _check_opcodes(text)
+        return reader(io.BytesIO(text)).load()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
 
 
 def _check_opcodes(text: bytes) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 import time
 from typing import Any
@@ -39,6 +40,7 @@ from nvmeio._cli.trials import (
     variations,
 )
 from nvmeio._config.aio_json import aio_config, check_aio_file, write_aio_config
+from nvmeio._config.options import variable
 from nvmeio._native.info import engines
 from nvmeio.profiles import (
     Choice,
@@ -46,6 +48,7 @@ from nvmeio.profiles import (
     check_saving,
     load_profile,
     new_profile,
+    profiles_folder,
     save_profile,
 )
 
@@ -74,9 +77,15 @@ needs the least memory.  Previously saved settings take part, and are kept
 unless others are certainly faster.
 
 The profile is saved for the device of DIR, in nvmeio/profiles in
-$XDG_CONFIG_HOME (~/.config).  Handle.from_profile(path) uses it, and so does
-every handle if NVMEIO_PROFILE=auto is set in the environment.  All files are in
-a folder nvmeio-bench-* in DIR, which is removed at the end, also after Ctrl-C.
+$XDG_CONFIG_HOME (~/.config).  Handle.from_profile(path) uses it.  So does every
+handle if the environment has NVMEIO_PROFILE=DIR, as an absolute path, or
+NVMEIO_PROFILE=auto: that takes the only profile, or of several the one for the
+drive of the current directory.  All files are in a folder nvmeio-bench-* in
+DIR, which is removed at the end, also after Ctrl-C.
+
+In the column "faster ones", "none" means that with 99 % confidence nothing else
+is more than 3 % faster; "perhaps" means that the budget was too short to rule
+that out.
 
 examples:
   nvmeio tune /mnt/nvme
@@ -121,13 +130,17 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     profile = new_profile(options.dir, **choices)
     measured = {key: profile.both.options[name] for key, name in AIO_KEYS.items()}
     block = aio_config(measured)
+    keeps = not options.no_save and not obstacle
     if options.json != "-":
         count = sum(heat.trials for heat in heats)
         took = f"{time.monotonic() - begin:.0f} s"
         terminal.say(f"{profile.description}: {count} trials in {took}\n")
         _tell(profile, saved, terminal)
         terminal.say("DeepSpeed's aio block, for reading and writing alike:")
-        terminal.say('"aio": ' + json.dumps(block, indent=2) + "\n")
+        terminal.say('"aio": ' + json.dumps(block, indent=2))
+        terminal.say(_beyond_the_block(profile.both.options, keeps=keeps))
+        if keeps:
+            terminal.say(_how_to_use(os.path.abspath(options.dir)))
     found = {
         "schema": 1,
         **dataclasses.asdict(profile),
@@ -139,7 +152,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     # Save the profile first: it took long, and writing the other file may fail.
     if not options.no_save and obstacle:
         terminal.note(f"not saved: {obstacle}; remove it to have another")
-    elif not options.no_save:
+    elif keeps:
         terminal.note(f"saved: {save_profile(profile)}")
     keep_figures(found, lambda: _heat_map(heats[0], profile), options, terminal)
     if options.deepspeed:
@@ -147,6 +160,32 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         write_aio_config(options.deepspeed, measured)
         terminal.note(f"written: the aio block of {options.deepspeed}")
     return 0
+
+
+def _how_to_use(path: str) -> str:
+    """Say how programs get the profile of a path's device."""
+    folder = profiles_folder().parent
+    selects = shlex.quote(f"NVMEIO_PROFILE={path}")
+    home = shlex.quote(f"XDG_CONFIG_HOME={folder.parent}")
+    mount = shlex.quote(f"{folder}:/config/nvmeio:ro")
+    return (
+        "To use this profile without a change to your programs:\n"
+        f"  shell:    export NVMEIO_PROFILE={shlex.quote(path)}\n"
+        f"  systemd:  Environment={home} {selects}\n"
+        f"  docker:   -v {mount} -e XDG_CONFIG_HOME=/config -e NVMEIO_PROFILE=auto\n"
+        "With auto, nvmeio takes the only profile; of several, the one for the drive of\n"
+        "the current directory.\n"
+    )
+
+
+def _beyond_the_block(options: Options, *, keeps: bool) -> str:
+    """Say how DeepSpeed gets the best settings that its block has no keys for."""
+    names = [name for name in ("engine", "bounce") if options[name] != DEFAULT[name]]
+    if not names:
+        return ""
+    settings = " ".join(f"{variable(name)}={options[name]}" for name in names)
+    profile = ", or use the profile" if keeps else ""
+    return f"The block has no key for the {' and '.join(names)}: set {settings}{profile}.\n"
 
 
 def _settled(profile: Profile) -> bool:
@@ -288,22 +327,23 @@ def _tell(profile: Profile, saved: dict[str, Options], terminal: Terminal) -> No
                     **figures
                 ),
                 "default" if default else f"{figures['times_default']:.2f}",
-                "yes" if figures["settled"] else "no",
+                "none" if figures["settled"] else "perhaps",
             ]
         )
-    terminal.table(["best for", "settings", "GB/s", "x default", "settled"], rows)
+    terminal.table(["best for", "settings", "GB/s", "x default", "faster ones"], rows)
     options = profile.both.options
     if options == DEFAULT:
-        words = "the default,\nfor nothing else is certainly faster."
+        words = "the default,\nbecause nothing else is certainly faster."
     elif options == saved.get("both"):
-        words = f"{described(options)}, as saved before,\nfor nothing is certainly faster."
+        words = f"{described(options)}, as saved before,\n"
+        words += "because nothing else is certainly faster."
     else:
         words = f"{described(options)},\nwhich is certainly faster than the default."
     terminal.say(f"Recommended for reading and writing alike: {words}")
     if not _settled(profile):
         terminal.say(
-            "Where it is not settled, other settings may be faster by as much as this\n"
-            "machine's noise hides; a longer --budget can tell."
+            'Where "faster ones" says "perhaps", the time was too short to rule out that\n'
+            "others are more than 3 % faster still; a longer --budget can tell."
         )
     terminal.say()
 

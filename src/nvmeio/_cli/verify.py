@@ -3,7 +3,7 @@
 import argparse
 import errno
 import os
-import re
+import shlex
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +16,7 @@ from nvmeio._arguments.units import in_binary
 from nvmeio._arrays.npy_header import PickledError, has_magic, read_layout
 from nvmeio._cli.arguments import CommandError, Parser, UsageError, sentence
 from nvmeio._cli.checksums import Checksum, escaped, listed, named
+from nvmeio._cli.folders import step_of
 from nvmeio._cli.streams import (
     Piece,
     Stream,
@@ -27,6 +28,7 @@ from nvmeio._cli.terminal import Advance, Terminal, in_speed
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 from nvmeio.checkpoint import Checkpointer, CheckpointError
+from nvmeio.checkpoint._kinds import METADATA, what_is_in
 
 NOTES = """\
 Reads each file twice: with O_DIRECT, and with ordinary reads, as other programs
@@ -42,7 +44,8 @@ Agreement does not mean that a file is unchanged: only a list of checksums
 header describes.
 
 For a checkpoint of nvmeio.checkpoint, or a folder of checkpoints, all bytes are
-read and compared with the saved checksums.
+read and compared with the saved checksums.  torch.distributed.checkpoint has
+none for this: verify its files, and keep the list that this prints.
 
 Bad files are reported on standard error, and the rest are still read; the exit
 status is then 1.  For good files the SHA-256 is printed in the format of
@@ -150,20 +153,19 @@ class Verifier:
     def _checkpoints(self, name: str) -> None:
         """Verify all checkpoints of a root, or a single checkpoint."""
         terminal = self.stream.terminal
-        path = os.path.abspath(name)
-        one = re.fullmatch(r"step-(0|[1-9][0-9]*)", os.path.basename(path))
-        if one is not None:
-            name, steps = os.path.dirname(path), [int(one[1])]
-        checkpointer = Checkpointer(name)
-        if one is None:
+        one = step_of(name)
+        # A checkpoint of torch.distributed.checkpoint may be in a folder with such a name.
+        if one is not None and not os.path.exists(os.path.join(name, METADATA)):
+            name, steps = one[0], [one[1]]
+            checkpointer = Checkpointer(name)
+        else:
+            checkpointer = Checkpointer(name)
             steps = checkpointer._newest_first()[::-1]
         self.steps += len(steps)
         self.folders += bool(steps)
         if not steps:
             self.bad += 1
-            terminal.error(
-                f"nvmeio verify: error: {name}: Is a directory, without checkpoints"
-            )
+            terminal.error(f"nvmeio verify: error: {name}: {_unverifiable(name)}")
         for step in steps:
             folder = os.path.join(name, f"step-{step}")
             advance, before = terminal.progress(folder, 1, speed=False), 0.0
@@ -206,6 +208,18 @@ class Verifier:
             if difference is not None:
                 raise CommandError(f"{name}: the two ways differ at offset {difference}")
             return checksum.finish(size)
+
+
+def _unverifiable(folder: str) -> str:
+    """Say why the folder has no checkpoint to verify, and what can be done instead."""
+    if not os.path.exists(os.path.join(folder, METADATA)):
+        return f"it is a folder without steps of nvmeio.checkpoint; {what_is_in(folder)}"
+    files = f"{shlex.quote(folder.rstrip('/') or '/')}/{{{METADATA},*.distcp}}"
+    return (
+        "it is a checkpoint of torch.distributed.checkpoint, which has no checksums that "
+        f"nvmeio could compare; `nvmeio verify {files} > SHA256SUMS` reads its files and "
+        "keeps their checksums, and `nvmeio verify --check SHA256SUMS` finds later changes"
+    )
 
 
 def _first_difference(file: File, piece: Piece) -> int | None:

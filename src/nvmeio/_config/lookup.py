@@ -19,7 +19,7 @@ from nvmeio._config.profile_files import (
     saved_profiles,
 )
 
-__all__ = ["environment_options", "profile_at"]
+__all__ = ["environment_file", "environment_options", "profile_at"]
 
 _log = logging.getLogger("nvmeio")
 
@@ -79,19 +79,24 @@ def _options(
     """Find the options; the last two arguments are only keys of the cache below."""
     if value != "auto":
         return profile_at(value, "NVMEIO_PROFILE=").both.options
-    files = saved_profiles()
-    if len(files) == 1:
-        return read_profile(files[0]).both.options
-    profile = load_profile(os.curdir)
-    if profile is None:
+    file = environment_file(value)
+    if file is None:
         _log.info(
             "NVMEIO_PROFILE is auto, but none of %d profiles in %s is for the device of "
             "the current directory: using the defaults",
-            len(files),
+            len(saved_profiles()),
             folder,
         )
         return {}
-    return profile.both.options
+    return read_profile(file).both.options
+
+
+def environment_file(value: str) -> pathlib.Path | None:
+    """Return the file of the profile that NVMEIO_PROFILE selects; None if none fits."""
+    if value == "auto" and len(files := saved_profiles()) == 1:
+        return files[0]
+    file = profile_file(device_of(os.curdir if value == "auto" else value).identity)
+    return file if file.exists() else None
 
 
 # Finding a profile takes 70 to 800 us, while making a handle takes 100 us (2026-11-21, 2

@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nvmeio._arguments.checks import flag, word
@@ -11,12 +11,26 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import DEFAULTS, TUNABLE, checked
 
-__all__ = ["aio_handle", "environment", "handle_options", "profile_arguments", "variable"]
+__all__ = [
+    "aio_handle",
+    "environment",
+    "handle_options",
+    "profile_arguments",
+    "unknown_variables",
+    "variable",
+]
 
 _log = logging.getLogger("nvmeio")
 
 # Values that the environment can give to options that are neither words nor numbers.
 _TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
+
+# The variables that are not options of a handle; docs/environment.md explains them.
+_OTHERS = (
+    *("COPY", "DEEPSPEED", "FAULTS", "POOL_BYTES", "POOL_HUGETLB", "PROFILE"),
+    *("SAFETENSORS", "DEBUG", "TEST_BUILD"),
+    *("WITH_LIBAIO", "WITH_LIBURING", "WITH_OPENMP"),
+)
 
 
 def variable(name: str) -> str:
@@ -28,6 +42,20 @@ def environment() -> dict[str, str]:
     """Return nvmeio's own environment variables that are set."""
     own = (name for name in sorted(os.environ) if name.startswith("NVMEIO_"))
     return {name: os.environ[name] for name in own}
+
+
+def unknown_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the names that are no variable of nvmeio, each with a similar one or ""."""
+    known = {"NVMEIO_" + name for name in _OTHERS} | set(map(variable, DEFAULTS))
+    found = {}
+    for name in set(names) - known:
+        import difflib
+
+        # Without the common beginning, which would make all names similar.
+        words = [one.removeprefix("NVMEIO_") for one in sorted(known)]
+        near = difflib.get_close_matches(name.removeprefix("NVMEIO_"), words, 1, 0.7)
+        found[name] = f"NVMEIO_{near[0]}" if near else ""
+    return dict(sorted(found.items()))
 
 
 # The type of nvmeio.engines, which this module must not import.

@@ -4,7 +4,10 @@ import os
 
 from nvmeio.checkpoint._manifest import FOLDER, MANIFEST, TENSORS
 
-__all__ = ["what_is_in"]
+__all__ = ["METADATA", "what_is_in"]
+
+# The file that describes a checkpoint of torch.distributed.checkpoint.
+METADATA = ".metadata"
 
 _NAMES_MAX = 3
 
@@ -19,7 +22,7 @@ def what_is_in(folder: str) -> str:
         return "it is not a folder"
     except OSError as error:
         return f"it cannot be listed: {error.strerror}"
-    if ".metadata" in names:
+    if METADATA in names:
         return (
             "it has a checkpoint of torch.distributed.checkpoint, which "
             "nvmeio.torch.dcp.FileSystemReader reads"

@@ -17,7 +17,7 @@ import numpy as np
 from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio.checkpoint._errors import CheckpointError
 
-__all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of"]
+__all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of", "plain"]
 
 # A limit, because Python's json recurses.
 DEPTH_MAX = 100
@@ -147,6 +147,24 @@ def _is_kept(text: str) -> bool:
         return True
     code = "utf-16-le"
     return text.encode(code, "surrogatepass").decode(code, "surrogatepass") == text
+
+
+def plain(tree: Any) -> Any:
+    """Return a tree as ordinary JSON, where JSON can represent the value.
+
+    Dicts with str keys become objects, and tuples arrays.  Others, such as {"float":
+    "nan"}, stay as they are.
+    """
+    if isinstance(tree, list):
+        return [plain(each) for each in tree]
+    if not isinstance(tree, dict) or len(tree) != 1:
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "dict" and isinstance(content, dict):
+        return {key: plain(each) for key, each in content.items()}
+    if kind in ("tuple", "Size", "OrderedDict", "Counter"):
+        return plain(content)
+    return {kind: plain(content)} if kind == "items" else tree
 
 
 def _require_unicode(key: str, path: Path) -> None:

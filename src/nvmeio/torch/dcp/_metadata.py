@@ -13,11 +13,9 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nvmeio.checkpoint._kinds import what_is_in
+from nvmeio.checkpoint._kinds import METADATA, what_is_in
 
 __all__ = ["read_metadata", "shards_of"]
-
-METADATA = ".metadata"
 
 _log = logging.getLogger("nvmeio")
 

@@ -1,0 +1,143 @@
+"""List the contents of a checkpoint's folder, without torch and without running its code.
+
+For a step of nvmeio.checkpoint these are in its files; for torch.distributed.checkpoint
+they are in ``.metadata``, a pickle.
+"""
+
+import math
+import os
+import shlex
+from typing import Any
+
+from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.terminal import sizes
+from nvmeio._cli.torch_files import PICKLE_BYTES_MAX, SIZES, Reader, loaded
+from nvmeio.checkpoint import CheckpointError
+from nvmeio.checkpoint._errors import MovedError
+from nvmeio.checkpoint._kinds import METADATA, what_is_in
+from nvmeio.checkpoint._manifest import FOLDER, TENSORS
+from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._tree import plain
+from nvmeio.safetensors import safe_open
+
+__all__ = ["contents_of", "step_of", "tensors_in"]
+
+
+def step_of(path: str) -> tuple[str, int] | None:
+    """Return the root and the number of a step's folder; None for other names."""
+    root, name = os.path.split(os.path.abspath(path))
+    found = FOLDER.fullmatch(name)
+    return (root, int(found[1])) if found else None
+
+
+def contents_of(path: str) -> dict[str, Any]:
+    """Return the contents of a folder as ``nvmeio inspect`` shows them."""
+    if os.path.exists(os.path.join(path, METADATA)):
+        return _distributed(path)
+    if step := step_of(path):
+        try:
+            return _step(path, step[1])
+        except (CheckpointError, MovedError) as error:
+            raise CommandError(f"{error}; {what_is_in(path)}") from None
+    words = f"{path}: it is a folder, not a file; {what_is_in(path)}"
+    if any(map(FOLDER.fullmatch, os.listdir(path))):
+        words += f"; `nvmeio checkpoints {shlex.quote(path)}` lists them"
+    raise CommandError(words)
+
+
+def tensors_in(path: str) -> dict[str, Any]:
+    """Return the tensors of a safetensors file, in the order of the file."""
+    with safe_open(path, "np", direct=False) as file:
+        layout = file._layout()
+    return {
+        "format": "safetensors",
+        "metadata": layout.metadata,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.end - tensor.begin,
+                "offset": layout.data_start + tensor.begin,
+            }
+            for tensor in layout.tensors
+        ],
+    }
+
+
+def _step(path: str, step: int) -> dict[str, Any]:
+    """Return the contents of a step; offsets are those of its tensors.safetensors."""
+    with Held(path, step) as held:
+        said = {
+            "step": step,
+            "saved": held.manifest.saved,
+            "checksum": held.manifest.checksum,
+            "metadata": plain(held.tree()["metadata"]),
+        }
+        found = tensors_in(os.path.join(path, TENSORS))
+    return {**found, "format": "nvmeio.checkpoint", "metadata": said}
+
+
+class Described:
+    """Stands for an object of a class that describes a checkpoint."""
+
+    state: Any = None
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class Index(Described):
+    """The name of a value, and the offset of a part of it."""
+
+
+class MetadataReader(Reader):
+    """Reads the description of a checkpoint of torch.distributed.checkpoint."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a harmless replacement for a function or class of the pickle."""
+        if name == "MetadataIndex":
+            return Index
+        describes = module.startswith("torch.distributed.checkpoint.")
+        return Described if describes else super().find_class(module, name)
+
+
+def _distributed(path: str) -> dict[str, Any]:
+    """Return the contents of a folder of torch.distributed.checkpoint."""
+    file = os.path.join(path, METADATA)
+    if (size := os.path.getsize(file)) > PICKLE_BYTES_MAX:
+        has, most = sizes(size, PICKLE_BYTES_MAX)
+        raise CommandError(f"{file}: it has {has}; the limit is {most}")
+    with open(file, "rb") as stream:
+        content = loaded(stream.read(), file, MetadataReader)
+    try:
+        return _described(content.state)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CommandError(
+            f"{file}: it is not the metadata of a checkpoint, or of an unknown version"
+        ) from None
+
+
+def _described(state: dict[str, Any]) -> dict[str, Any]:
+    files: dict[str, set[str]] = {}
+    stored: dict[str, int] = {}
+    for index, info in (state["storage_data"] or {}).items():
+        name = index.state["fqn"]
+        files.setdefault(name, set()).add(str(info.state["relative_path"]))
+        stored[name] = stored.get(name, 0) + int(info.state["length"])
+    tensors, values = [], []
+    for name, value in state["state_dict_metadata"].items():
+        held = sorted(files.get(name, ()))
+        if not (isinstance(value.state, dict) and "size" in value.state):
+            values.append({"name": name, "bytes": stored.get(name, 0), "files": held})
+            continue
+        dtype = str(value.state["properties"].state[0])
+        shape = [int(each) for each in value.state["size"]]
+        nbytes = math.prod(shape) * SIZES.get(dtype, 1)
+        one = {"name": name, "dtype": dtype, "shape": shape, "bytes": nbytes}
+        tensors.append({**one, "files": held})
+    kind = "torch.distributed.checkpoint"
+    return {"format": kind, "metadata": None, "tensors": tensors, "values": values}
