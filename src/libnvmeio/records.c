@@ -154,7 +154,8 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
         records->list[records->count++] = (struct nvmeio_record){
             .offset = offset,
             .size = (size_t)size,
-            .place = (char *)gather->address + place,
+            /* As a number, because C has no sums with a null pointer. */
+            .place = (char *)((uintptr_t)gather->address + (uintptr_t)place),
             .index = i,
         };
         records->bytes += (size_t)size;
