@@ -249,6 +249,26 @@ class TestPageCache:
         handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
         assert delivered() - before >= 256 * 1001 - PAGE
 
+    @pytest.mark.parametrize(
+        ("begin", "cached", "blocks"), [(100, False, 1), (100, True, 2), (PAGE, False, 2)]
+    )
+    def test_a_large_record_is_merged_where_it_is_bounced_anyway(
+        self, open_handle, on_disk, begin, cached, blocks
+    ):
+        """Not from the page cache, and not where its pages come without a copy."""
+        handle, found = open_handle(), []
+        offsets, sizes, places = [begin, begin + 10 * PAGE], [10 * PAGE, 10], [0, 11 * PAGE]
+        out = nvmeio.empty(12 * PAGE, np.uint8)
+        # Another process may read, or the kernel drop, a page at any moment.
+        for _ in range(5):
+            warm_pages(on_disk, range(12 if cached else 0))
+            before = handle.stats()["blocks"]
+            handle.gather(on_disk, offsets, sizes, out, out_offsets=places)
+            found.append(handle.stats()["blocks"] - before)
+            read = np.concatenate([out[: 10 * PAGE], out[11 * PAGE :][:10]])
+            assert np.array_equal(read, taken(offsets, sizes))
+        assert blocks in found
+
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):
         handle = open_handle(direct=True) if way == "the handle" else open_handle()

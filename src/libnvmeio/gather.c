@@ -113,9 +113,12 @@ static void find_cached(struct nvmeio_request *request)
             nvmeio_file_is_cached(file, records->list[i].offset, records->list[i].size);
     if (!found || !nvmeio_file_try_buffered(file))
         return;
-    while (next_extent(request))
-        records->list[request->extent.first].cached =
-            nvmeio_file_is_cached(file, request->extent.offset, request->extent.size);
+    while (next_extent(request)) {
+        const struct nvmeio_extent *extent = &request->extent;
+        bool cached = nvmeio_file_is_cached(file, extent->offset, extent->size);
+        for (size_t i = 0; i < extent->count; i++)
+            records->list[extent->first + i].cached = cached;
+    }
     records->next = 0;
 }
 

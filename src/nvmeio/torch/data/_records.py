@@ -279,7 +279,7 @@ class RecordDataset(Stored):
 
 
 class _Batch:
-    """Parts of records that are read together, and their memory, in the order of the rows."""
+    """Parts of records that are read together, and their memory, in order of the rows."""
 
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
         self._dataset, self._rows = dataset, rows.ravel()
