@@ -186,13 +186,14 @@ class _Columns(NamedTuple):
         if begin + sum(found) != length:
             raise _BadValueError(f"{length} bytes for sizes that take {begin + sum(found)}")
         values: dict[str, Any] = {}
-        rest = memoryview(head)[begin:]
+        part = memoryview(head)
         value: Value
         for name, encoding, size in zip(self.names, self.encodings, found, strict=True):
             if varying == 1 and encoding.size is None:
-                value, rest = body, memoryview(tail)
+                value, part, begin = body, memoryview(tail), 0
             else:
-                value, rest = rest[:size], rest[size:]
+                value = part[begin : begin + size]
+                begin += size
             try:
                 values[name] = encoding.decode(value)
             except Exception as error:
