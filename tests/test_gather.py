@@ -1,10 +1,12 @@
 """Gathers and scatters: any records, any memory, refusals and failures."""
 
 import errno
+import gc
 import json
 import mmap
 import os
 import pickle
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -28,6 +30,7 @@ from helpers import (
     warm_pages,
 )
 from mounts import SLOW_PLACES
+from nvmeio._native.new_bytes import NewBytes
 from nvmeio._native.page_cache import cached_fraction
 from workloads.common import Faults, make_file
 
@@ -246,6 +249,26 @@ class TestPageCache:
         handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
         assert delivered() - before >= 256 * 1001 - PAGE
 
+    @pytest.mark.parametrize(
+        ("begin", "cached", "blocks"), [(100, False, 1), (100, True, 2), (PAGE, False, 2)]
+    )
+    def test_a_large_record_is_merged_where_it_is_bounced_anyway(
+        self, open_handle, on_disk, begin, cached, blocks
+    ):
+        """Not from the page cache, and not where its pages come without a copy."""
+        handle, found = open_handle(), []
+        offsets, sizes, places = [begin, begin + 10 * PAGE], [10 * PAGE, 10], [0, 11 * PAGE]
+        out = nvmeio.empty(12 * PAGE, np.uint8)
+        # Another process may read, or the kernel drop, a page at any moment.
+        for _ in range(5):
+            warm_pages(on_disk, range(12 if cached else 0))
+            before = handle.stats()["blocks"]
+            handle.gather(on_disk, offsets, sizes, out, out_offsets=places)
+            found.append(handle.stats()["blocks"] - before)
+            read = np.concatenate([out[: 10 * PAGE], out[11 * PAGE :][:10]])
+            assert np.array_equal(read, taken(offsets, sizes))
+        assert blocks in found
+
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):
         handle = open_handle(direct=True) if way == "the handle" else open_handle()
@@ -351,6 +374,77 @@ class TestMemory:
         assert np.array_equal(kept[1].ravel(), taken(np.arange(50) * 9, [64] * 50))
         del request
         assert left_open(data.parent) == []
+
+
+class TestNewBytes:
+    """Bytes objects that a gather fills; datasets use them."""
+
+    @SETTINGS
+    @given(wanted=records(), seed=st.integers(0, 99))
+    def test_each_object_gets_its_record(self, handle, data, wanted, seed):
+        """Also repeated and empty records, in any order, by several gathers."""
+        offsets, sizes = wanted
+        new = NewBytes(sizes)
+        for part in np.array_split(np.random.default_rng(seed).permutation(len(sizes)), 3):
+            found = handle.gather(data, offsets[part], sizes[part], new, out_offsets=part)
+            assert found == sizes[part].sum()
+        assert b"".join(new.values) == taken(offsets, sizes).tobytes()
+        assert [len(value) for value in new.values] == sizes.tolist()
+
+    def test_objects_that_python_shares_do_not_change(self, handle, data):
+        every = bytes(range(256))
+        shared = [every[i : i + 1] for i in range(256)]
+        sizes = np.repeat([0, 1], 300)
+        new = NewBytes(sizes)
+        assert handle.gather(data, np.arange(600), sizes, new) == 300
+        assert b"".join(new.values) == CONTENT[300:600].tobytes()
+        assert b"".join(shared) == every
+
+    @pytest.mark.parametrize(
+        ("call", "error", "words"),
+        [
+            ("gather", ValueError, "must have their sizes"),
+            ("twice", ValueError, "record 1 .* shares its place"),
+            ("beyond", IndexError, "out of bounds"),
+            ("fewer", ValueError, "1 offsets and 2 out_offsets"),
+            ("read", TypeError, "not nvmeio._native.new_bytes.NewBytes"),
+            ("scatter", TypeError, "not nvmeio._native.new_bytes.NewBytes"),
+        ],
+    )
+    def test_other_memory_is_never_reached(self, handle, data, call, error, words):
+        new = NewBytes(np.array([64, 64]))
+        calls = {
+            "gather": lambda: handle.gather(data, [0, 0], [64, 65], new),
+            "twice": lambda: handle.gather(data, [0, 0], 64, new, out_offsets=[1, 1]),
+            "beyond": lambda: handle.gather(data, [0], 64, new, out_offsets=[2]),
+            "fewer": lambda: handle.gather(data, [0], 64, new, out_offsets=[0, 1]),
+            "read": lambda: handle.read(new, data),
+            "scatter": lambda: handle.scatter(data, [0, 64], 64, new),
+        }
+        with pytest.raises(error, match=words):
+            calls[call]()
+        assert handle.stats()["requests"] == 0
+
+    def test_more_than_memory_is_refused_at_once(self):
+        with pytest.raises(MemoryError, match="1024 records have 1125899906842624 bytes"):
+            NewBytes(np.full(1 << 10, 1 << 40))
+        with pytest.raises(MemoryError, match="have 36893488147419103232 bytes"):
+            NewBytes(np.full(8, 1 << 62))
+
+    def test_objects_live_until_the_request_is_done(self, open_handle, data):
+        handle = open_handle(**SLOW)
+        new = NewBytes(np.full(50, 64))
+        values = new.values
+        alone = sys.getrefcount(values) - 1
+        with plugged(handle, data.parent):
+            request = handle.submit_gather(data, np.arange(50) * 9, 64, new)
+            assert not request.done()
+            del request, new
+            gc.collect()
+            assert sys.getrefcount(values) == alone + 1
+        handle.drain()
+        assert sys.getrefcount(values) == alone
+        assert b"".join(values) == taken(np.arange(50) * 9, [64] * 50).tobytes()
 
 
 REFUSED = {

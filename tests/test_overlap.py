@@ -14,6 +14,7 @@ import nvmeio
 from helpers import MIB, PAGE, SLOW, pattern
 from nvmeio._memory import overlap as _overlap
 from nvmeio._memory.overlap import OVERLAPS
+from nvmeio._native.new_bytes import NewBytes
 
 SIZE = 4 * PAGE
 READS = ("read", "gather", "read_many")
@@ -141,6 +142,15 @@ def test_columns_are_compared_byte_by_byte(held, path, make):
     # The bytes to write were copied at submission.
     held.submit_write(matrix[:, 2], path.with_name("other"))
     held.submit_read(matrix[:, 2], path)
+
+
+def test_bytes_objects_are_compared_one_by_one(held, path):
+    half = SIZE // 2
+    objects = NewBytes(np.full(4, half))
+    held.submit_gather(path, [0, 0], half, objects, out_offsets=[0, 2])
+    held.submit_gather(path, [0], half, objects, out_offsets=[1])
+    with pytest.raises(RuntimeError, match="both touch the memory"):
+        held.submit_gather(path, [0], half, objects, out_offsets=[2])
 
 
 def test_items_of_one_request_are_compared(held, path):

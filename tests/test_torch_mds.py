@@ -99,23 +99,19 @@ class TestSamples:
         with pytest.raises(ValueError, match=r"shard\.00000\.mds'.* is closed"):
             dataset[0]
 
-    def test_buffers_are_reused_and_samples_stay(self, tmp_path):
-        array = np.arange(2, dtype="<f4")
-        samples = [
-            sample_bytes(bytes([i]) * 60, bytes(array * i), fixed=[1]) for i in (1, 2)
-        ]
-        columns = {"content": "bytes", "array": "ndarray:float32:2"}
-        write(tmp_path / "data", [(shard_bytes(samples), 2)], columns)
-        dataset = MDSDataset(tmp_path / "data")
-        first = dataset[0]
-        (memory,) = dataset._spare
-        assert dataset[1]["content"] == b"\2" * 60
-        assert dataset._spare[0] is memory
-        assert first["content"] == b"\1" * 60
-        assert first["array"].tolist() == array.tolist()
-        assert pickle.loads(pickle.dumps(dataset))._spare == []
-        dataset.close()
-        assert dataset._spare == []
+    @pytest.mark.parametrize(
+        "kinds", ["int bytes uint8", "bytes int", "int bytes", "int uint8", "bytes int str"]
+    )
+    def test_columns_are_in_any_order(self, tmp_path, kinds):
+        stored = {"int": b"\6" + bytes(7), "uint8": b"\7", "str": b"text"}
+        stored["bytes"] = content = pattern(70_000, 1)
+        values = {"int": 6, "uint8": 7, "str": "text", "bytes": content}
+        fixed = [place for place, kind in enumerate(kinds.split()) if kind in SIZES]
+        sample = sample_bytes(*map(stored.get, kinds.split()), fixed=fixed)
+        columns = {kind: kind for kind in kinds.split()}
+        dataset = MDSDataset(write(tmp_path, [(shard_bytes([sample] * 3), 3)], columns))
+        expected = {kind: values[kind] for kind in kinds.split()}
+        assert dataset.__getitems__([2, 0, 2]) == [expected] * 3
 
     def test_a_batch_is_one_gather_per_shard(self, data):
         dataset = MDSDataset(data[0])
@@ -362,6 +358,16 @@ class TestShards:
         pattern = rf"sample 0, in '.*shard\.00001\.mds', is damaged: .*{message}"
         with pytest.raises(ValueError, match=pattern):
             dataset[0]
+
+    def test_a_sample_that_is_cut_short_is_refused(self, tmp_path):
+        sample = sample_bytes(bytes(8), b"content", bytes(8), fixed=[0, 2])
+        samples = [sample[:end] for end in range(len(sample))]
+        columns = {"a": "int", "b": "bytes", "c": "int"}
+        shard = shard_bytes(samples), len(samples)
+        dataset = MDSDataset(write(tmp_path, [shard], columns))
+        for row in range(len(samples)):
+            with pytest.raises(ValueError, match=f"sample {row}, .* damaged: {row} bytes"):
+                dataset[row]
 
     def test_a_pickle_is_loaded_only_if_allowed(self, tmp_path):
         sample = sample_bytes(pickle.dumps({1, 2}))

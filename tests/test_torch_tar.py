@@ -178,14 +178,6 @@ class TestSamples:
         assert dataset[-1] == expected[-1]
         assert [dataset[i] for i in (40, 3, 20)] == [expected[i] for i in (40, 3, 20)]
 
-    def test_samples_stay_while_buffers_are_reused(self, shards):
-        paths, expected = shards
-        dataset = TarDataset(paths)
-        order = [3, 70, 33, 40, 3, 12]
-        found = [dataset.__getitems__([i, 74 - i]) for i in order]
-        assert found == [[expected[i], expected[74 - i]] for i in order]
-        assert len(dataset._spare) == 1
-
     def test_one_name_in_two_archives_is_two_samples(self, tmp_path):
         path = write(tmp_path / "a.tar", [member("a.x", b"1")])
         assert samples_of([path, path]) == 2 * [{"__key__": "a", "x": b"1"}]

@@ -17,14 +17,16 @@ struct nvmeio_gather {
     enum nvmeio_op op;        /* NVMEIO_OP_READ gathers, NVMEIO_OP_WRITE scatters */
     struct nvmeio_file *file; /* the request takes a reference of its own */
     void *address;            /* lent until the request is done */
-    size_t size;              /* of that memory */
+    size_t size;              /* of that memory; see `places` */
     size_t count;             /* of records */
     const int64_t *offsets;   /* in the file; the arrays need only exist for the call */
     const int64_t *sizes;     /* of each record, or with `one_size` one for all */
     bool one_size;
-    const int64_t *places; /* in the memory; NULL: one after the other */
-    size_t gap_max;        /* most unneeded bytes to read between two records */
-    void *user;            /* as for nvmeio_transfer */
+    /* In the memory; NULL: one after the other.  If `address` is NULL and `size` is
+     * SIZE_MAX, they are addresses, and only the records themselves are lent. */
+    const int64_t *places;
+    size_t gap_max; /* most unneeded bytes to read between two records */
+    void *user;     /* as for nvmeio_transfer */
     struct nvmeio_after after;
 };
 

@@ -113,9 +113,12 @@ static void find_cached(struct nvmeio_request *request)
             nvmeio_file_is_cached(file, records->list[i].offset, records->list[i].size);
     if (!found || !nvmeio_file_try_buffered(file))
         return;
-    while (next_extent(request))
-        records->list[request->extent.first].cached =
-            nvmeio_file_is_cached(file, request->extent.offset, request->extent.size);
+    while (next_extent(request)) {
+        const struct nvmeio_extent *extent = &request->extent;
+        bool cached = nvmeio_file_is_cached(file, extent->offset, extent->size);
+        for (size_t i = 0; i < extent->count; i++)
+            records->list[extent->first + i].cached = cached;
+    }
     records->next = 0;
 }
 
@@ -280,6 +283,24 @@ static const struct nvmeio_request_ops gather_ops = {
     .free = gather_free,
 };
 
+/* Whether the memory is in small pages. Of records that are given by address, the
+ * largest stands for all, because what is between them is not lent. */
+static bool has_small_pages(const struct nvmeio_request *request,
+                            const struct nvmeio_gather *gather,
+                            const struct nvmeio_records *records)
+{
+    const void *address = gather->address;
+    size_t size = address ? gather->size : 0;
+
+    for (size_t i = 0; !gather->address && i < records->count; i++) {
+        if (records->list[i].size > size) {
+            address = records->list[i].place;
+            size = records->list[i].size;
+        }
+    }
+    return nvmeio_request_has_small_pages(request, address, size);
+}
+
 struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
                                          const struct nvmeio_owner *owner,
                                          const struct nvmeio_gather *gather,
@@ -302,7 +323,6 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
         gathering->merged_bytes = owner->bounce_bytes < owner->block_bytes
                                       ? owner->bounce_bytes
                                       : owner->block_bytes;
-    gathering->small_pages =
-        nvmeio_request_has_small_pages(request, gather->address, gather->size);
+    gathering->small_pages = has_small_pages(request, gather, records);
     return request;
 }

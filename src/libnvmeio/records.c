@@ -154,7 +154,8 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
         records->list[records->count++] = (struct nvmeio_record){
             .offset = offset,
             .size = (size_t)size,
-            .place = (char *)gather->address + place,
+            /* As a number, because C has no sums with a null pointer. */
+            .place = (char *)((uintptr_t)gather->address + (uintptr_t)place),
             .index = i,
         };
         records->bytes += (size_t)size;
@@ -261,12 +262,24 @@ int nvmeio_gather_check(const struct nvmeio_gather *gather, size_t *offender)
     return error;
 }
 
+/* Whether a record, or an extent with a home, is not merged: it is large, and its ends
+ * do not force it through a bounce anyway. */
+static bool is_alone(const struct nvmeio_extent_limits *limits, bool cached,
+                     int64_t begin, int64_t end)
+{
+    if (end - begin < NVMEIO_RECORD_LARGE_BYTES)
+        return false;
+    return cached || limits->op == NVMEIO_OP_WRITE ||
+           (uint64_t)(begin | end) % limits->align == 0;
+}
+
 /* Whether an extent and one more record should share a bounce. */
 static bool mergeable(const struct nvmeio_records *records,
                       const struct nvmeio_extent_limits *limits,
                       const struct nvmeio_extent *extent,
                       const struct nvmeio_record *record)
 {
+    bool cached = records->list[extent->first].cached;
     int64_t end =
         extent_end(extent) > end_of(record) ? extent_end(extent) : end_of(record);
     uint64_t cover = nvmeio_round_up((uint64_t)end, limits->align) -
@@ -274,9 +287,11 @@ static bool mergeable(const struct nvmeio_records *records,
 
     if (cover > limits->merged_bytes)
         return false;
-    if (extent->home && extent->size >= NVMEIO_RECORD_LARGE_BYTES)
+    if (record->cached != cached)
         return false;
-    if (record->size >= NVMEIO_RECORD_LARGE_BYTES)
+    if (extent->home && is_alone(limits, cached, extent->offset, extent_end(extent)))
+        return false;
+    if (is_alone(limits, cached, record->offset, end_of(record)))
         return false;
     if (limits->op == NVMEIO_OP_WRITE)
         return record->offset == extent_end(extent);
@@ -285,7 +300,8 @@ static bool mergeable(const struct nvmeio_records *records,
     if (to <= from)
         return true;
     return to - from <= records->gap_max &&
-           (record->size < NVMEIO_RECORD_MEDIUM_BYTES || cover <= NVMEIO_BRIDGED_BYTES);
+           (record->size < NVMEIO_RECORD_MEDIUM_BYTES ||
+            record->size >= NVMEIO_RECORD_LARGE_BYTES || cover <= NVMEIO_BRIDGED_BYTES);
 }
 
 /* Add one more record to an extent, if it fits. */

@@ -8,15 +8,15 @@
 
 #include <nvmeio/gather.h>
 
-/* Records of at least this size are not merged with others: copying one costs more than
- * another I/O. A copy of 32 KiB takes 3 us, an I/O 2 us of CPU time
- * (bench_gather.py). */
+/* Records of at least this size are not merged with others, except those that go
+ * through a bounce anyway: copying one costs more than another I/O. A copy of 32 KiB
+ * takes 3 us, an I/O 2 us of CPU time (bench_gather.py). */
 #define NVMEIO_RECORD_LARGE_BYTES (32u << 10)
 
-/* A record of at least NVMEIO_RECORD_MEDIUM_BYTES is merged across a gap only if the
- * extent is then at most NVMEIO_BRIDGED_BYTES long: reading and copying more would cost
- * more than another I/O. A gather of 60 % of the 4 KiB rows of a part of a file then
- * reads 131 000 rows a second instead of 109 000. */
+/* A record from NVMEIO_RECORD_MEDIUM_BYTES to NVMEIO_RECORD_LARGE_BYTES is merged
+ * across a gap only if the extent is then at most NVMEIO_BRIDGED_BYTES long: reading
+ * and copying more would cost more than another I/O. A gather of 60 % of the 4 KiB rows
+ * of a part of a file then reads 131 000 rows a second instead of 109 000. */
 #define NVMEIO_RECORD_MEDIUM_BYTES (4u << 10)
 #define NVMEIO_BRIDGED_BYTES (16u << 10)
 
@@ -27,7 +27,7 @@ struct nvmeio_record {
     size_t index; /* its index as submitted */
     int error;    /* 0 or -errno */
     bool shared;  /* the error may be another record's, whose bytes were read with it */
-    bool cached;  /* the page cache had all of the extent that begins here */
+    bool cached;  /* the page cache had all of its extent */
 };
 
 struct nvmeio_records {

@@ -38,6 +38,15 @@ static struct nvmeio_gather gather_of(enum nvmeio_op op, struct nvmeio_file *fil
     };
 }
 
+/* Give the places of a gather as addresses. */
+static void aim_by_address(struct nvmeio_gather *what, struct plan *plan)
+{
+    for (size_t i = 0; i < plan->count; i++)
+        plan->places[i] += (int64_t)(intptr_t)what->address;
+    what->address = NULL;
+    what->size = SIZE_MAX;
+}
+
 static struct nvmeio_outcome gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *what)
 {
@@ -119,6 +128,8 @@ static void check_gathers(struct nvmeio_handle *handle, struct nvmeio_file *file
 
     expect_gathered(expected, &plan, size);
     struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
+    if (seed % 4 == 0)
+        aim_by_address(&what, &plan);
     struct nvmeio_outcome outcome = gather(handle, &what);
     CHECK(outcome.result == (int64_t)total_of(&plan));
     CHECK(outcome.got == outcome.result);
@@ -304,6 +315,13 @@ static void test_refusals(const char *path, const char *engine)
     struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan);
     CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
     CHECK(offender == SIZE_MAX);
+    /* Memory that could not be allocated is not taken for places by address. */
+    what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
+    what.address = NULL;
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
+    what.size = SIZE_MAX;
+    what.places = NULL;
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) < 0);
     CHECK(blocks_of(handle) == 0);
     guarded_free(&memory);
     nvmeio_file_release(file);

@@ -117,6 +117,52 @@ static void check_routes(struct nvmeio_handle *handle, enum nvmeio_bounce bounce
     munmap(huge_pages, BYTES);
 }
 
+/* Gather two records by address, the second of them larger; return the direct bytes. */
+static uint64_t gather_apart(struct nvmeio_handle *handle, const char *path, char *one,
+                             char *larger)
+{
+    const int64_t offsets[] = {0, BYTES / 2}, sizes[] = {BYTES / 4, BYTES / 2};
+    const int64_t places[] = {(intptr_t)one, (intptr_t)larger};
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_ALWAYS);
+    const struct nvmeio_gather what = {.op = NVMEIO_OP_READ,
+                                       .file = file,
+                                       .size = SIZE_MAX,
+                                       .count = 2,
+                                       .offsets = offsets,
+                                       .sizes = sizes,
+                                       .places = places};
+    struct nvmeio_stats before, after;
+    struct nvmeio_request *request;
+    size_t offender;
+
+    nvmeio_handle_stats(handle, &before);
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
+    CHECK(finish(request).result == sizes[0] + sizes[1]);
+    CHECK(file_holds(path, one, (size_t)sizes[0], offsets[0]));
+    CHECK(file_holds(path, larger, (size_t)sizes[1], offsets[1]));
+    nvmeio_handle_stats(handle, &after);
+    nvmeio_file_release(file);
+    return after.bytes_direct - before.bytes_direct;
+}
+
+/* What is between records by address has no say, and may not even be mapped. */
+static void test_the_largest_of_records_by_address_decides(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("sync");
+    struct nvmeio_handle *handle = open_handle(&config);
+    char *small_pages = map(MADV_NOHUGEPAGE), *huge_pages = map(MADV_HUGEPAGE);
+    uint64_t direct, bounced;
+
+    move(handle, path, huge_pages, BYTES, &direct, &bounced);
+    fill(small_pages, BYTES, 0, 1);
+    CHECK(gather_apart(handle, path, huge_pages, small_pages) == 0);
+    CHECK(gather_apart(handle, path, small_pages, huge_pages) == BYTES / 4 * 3);
+    munmap(small_pages, BYTES);
+    munmap(huge_pages, BYTES);
+    nvmeio_handle_close(handle);
+}
+
 static void test_small_pages_are_bounced_unless_disabled(enum nvmeio_bounce bounce)
 {
     const char *path = path_in(test_folder());
@@ -220,6 +266,7 @@ int main(void)
     test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_AUTO);
     test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_ALWAYS);
     test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_NEVER);
+    test_the_largest_of_records_by_address_decides();
     test_without_the_pool_bounces_come_from_the_reserve(1);
     test_without_the_pool_bounces_come_from_the_reserve(3);
     FOR_EACH_ENGINE(engine)

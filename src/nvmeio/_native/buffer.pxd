@@ -30,6 +30,9 @@ cdef class Buffer:
 # Hold the memory of `source`; `writable` for a read of the file.
 cdef Buffer lend(object source, bint writable)
 
+# Make a Buffer that only holds `source`, without its memory.
+cdef Buffer new_buffer(object source, bint writable)
+
 # Describe an ordinary tensor (dense, contiguous, in host memory) without holding it; return
 # False for any other object.
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1

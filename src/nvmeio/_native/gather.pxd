@@ -12,6 +12,7 @@ cdef class GatherRequest(Request):
     cdef object offsets         # int64 array; None, like the next two, once submitted
     cdef object sizes           # a number for all records, or an int64 array
     cdef object places          # offsets in the buffer; None: one record after another
+    cdef bint by_address        # `places` are addresses instead
     cdef Py_ssize_t gap_max
     cdef Py_ssize_t count       # of records
     cdef int64_t one_size       # `sizes`, if that is a number

@@ -15,16 +15,17 @@ cimport cython
 from cpython.buffer cimport PyBUF_WRITE, PyObject_CheckBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.memoryview cimport PyMemoryView_FromMemory
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport SIZE_MAX, int64_t, uintptr_t
 
 from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_failure, nvmeio_file
 from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_handle, nvmeio_op, nvmeio_outcome
 from nvmeio.libnvmeio cimport nvmeio_request
-from nvmeio._native.buffer cimport Buffer, lend, library_for
+from nvmeio._native.buffer cimport Buffer, lend, library_for, new_buffer
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
+from nvmeio._native.new_bytes cimport NewBytes
 from nvmeio._native.request cimport Request, fill_request
 
 from nvmeio._events.forks import call_in_child
@@ -108,7 +109,7 @@ cdef class GatherRequest(Request):
     cdef int describe(self, nvmeio_gather *gather) except -1:
         gather.op = self.op
         gather.address = self.buffer.address
-        gather.size = self.buffer.nbytes
+        gather.size = SIZE_MAX if self.by_address else self.buffer.nbytes
         gather.count = self.count
         gather.offsets = data_of(self.offsets)
         gather.one_size = isinstance(self.sizes, int)
@@ -123,6 +124,11 @@ cdef class GatherRequest(Request):
     cdef object take_memory(self, object memory):
         """Hold the memory; or make, hold and return a copy in host memory."""
         cdef Buffer lent
+        self.by_address = self.op == OP_READ and isinstance(memory, NewBytes)
+        if self.by_address:
+            # It has no address, and only keeps the objects alive.
+            self.buffer = new_buffer(memory, True)
+            return None
         try:
             lent = lend(memory, self.op == OP_READ)
         except TypeError:
@@ -265,9 +271,12 @@ cdef GatherRequest new_gather(
         request.sizes = integers("sizes", sizes)
         check_count("sizes", request.sizes, request.count)
         total = int(request.sizes.sum())
+    name = "out_offsets" if op == OP_READ else "buffer_offsets"
     if places is not None:
-        name = "out_offsets" if op == OP_READ else "buffer_offsets"
         request.places = integers(name, places)
+    if request.by_address:
+        request.places = (<NewBytes> memory).places(request.places, request.sizes)
+    if request.places is not None:
         check_count(name, request.places, request.count)
     request.nbytes = min(max(total, 0), 2**63 - 1)
     request.value = value

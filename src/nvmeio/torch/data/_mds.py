@@ -16,7 +16,7 @@ from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
 from nvmeio.default import default_handle
 from nvmeio.files import read_file
-from nvmeio.torch.data._mds_encodings import Encoding, encoding_of
+from nvmeio.torch.data._mds_encodings import Encoding, Value, encoding_of
 from nvmeio.torch.data._records import RecordDataset
 
 __all__ = ["MDSDataset"]
@@ -81,7 +81,7 @@ class MDSDataset(RecordDataset):
     """
 
     _may_grow = False
-    _copies = True
+    _as_bytes = True
 
     @suggesting
     def __init__(
@@ -101,6 +101,8 @@ class MDSDataset(RecordDataset):
         for shard in shards:
             is_alike = self._columns and self._columns[-1] == shard.columns
             self._columns.append(self._columns[-1] if is_alike else shard.columns)
+        borders = [columns.borders() for columns in self._columns]
+        self._heads, self._tails = np.array(borders, np.int64).reshape(-1, 2).T
         counts = [shard.samples for shard in shards]
         none = np.zeros(0, np.uint32)
         super().__init__(
@@ -116,20 +118,38 @@ class MDSDataset(RecordDataset):
         """The dtype of samples: objects of Python's."""
         return np.dtype(object)
 
-    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Decode samples from their bytes."""
+    def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return three parts of each sample: the second is the value of varying size."""
+        numbers, offsets, sizes = super()._parts(rows)
+        heads = np.minimum(self._heads[numbers], sizes)
+        tails = np.minimum(self._tails[numbers], sizes - heads)
+        begins = offsets, offsets + heads, offsets + sizes - tails
+        lengths = heads, sizes - heads - tails, tails
+        return (
+            np.repeat(numbers, 3),
+            np.stack(begins, 1).ravel(),
+            np.stack(lengths, 1).ravel(),
+        )
+
+    def _decode(self, rows: Positions, parts: list[Any]) -> list[Any]:
+        """Decode samples from their parts."""
         files: Any = self._files
         numbers = files[rows].tolist()
         found = []
-        for row, number, record in zip(rows.tolist(), numbers, records, strict=True):
+        for row, number, *sample in zip(
+            rows.tolist(), numbers, parts[::3], parts[1::3], parts[2::3], strict=True
+        ):
             try:
-                sample = self._columns[number].decode(record)
+                found.append(self._columns[number].decode(*sample))
             except _BadValueError as error:
                 raise ValueError(
                     f"sample {row}, in {self._sources[number]!r}, is damaged: {error}"
                 ) from error.__cause__
-            found.append(sample)
         return found
+
+
+# More bytes than a sample has.
+_ALL = 2**62
 
 
 class _BadValueError(Exception):
@@ -143,25 +163,41 @@ class _Columns(NamedTuple):
     encodings: list[Encoding]
     sizes: list[int | None]
 
-    def decode(self, sample: memoryview) -> dict[str, Any]:
-        """Return the values of a sample, which begins with the sizes of varying values."""
+    def borders(self) -> tuple[int, int]:
+        """Return how many bytes of a sample are before the value that varies, and behind.
+
+        Where several vary, the sample itself says where they are, and all is before.
+        """
+        if self.sizes.count(None) != 1:
+            return _ALL, 0
+        place = self.sizes.index(None)
+        before = 4 + sum(size or 0 for size in self.sizes[:place])
+        behind = sum(size or 0 for size in self.sizes[place:])
+        return min(before, _ALL), min(behind, _ALL)
+
+    def decode(self, head: bytes, body: bytes, tail: bytes) -> dict[str, Any]:
+        """Return the values of a sample, cut at its borders: sizes come first."""
         varying = self.sizes.count(None)
-        begin = 4 * varying
-        if len(sample) < begin:
-            raise _BadValueError(f"{len(sample)} bytes are less than its sizes take")
-        given = iter(struct.unpack_from(f"<{varying}I", sample))
+        begin, length = 4 * varying, len(head) + len(body) + len(tail)
+        if length < begin:
+            raise _BadValueError(f"{length} bytes are less than its sizes take")
+        given = iter(struct.unpack_from(f"<{varying}I", head))
         found = [next(given) if size is None else size for size in self.sizes]
-        if begin + sum(found) != len(sample):
-            raise _BadValueError(
-                f"{len(sample)} bytes for sizes that take {begin + sum(found)}"
-            )
-        values = {}
+        if begin + sum(found) != length:
+            raise _BadValueError(f"{length} bytes for sizes that take {begin + sum(found)}")
+        values: dict[str, Any] = {}
+        part = memoryview(head)
+        value: Value
         for name, encoding, size in zip(self.names, self.encodings, found, strict=True):
+            if varying == 1 and encoding.size is None:
+                value, part, begin = body, memoryview(tail), 0
+            else:
+                value = part[begin : begin + size]
+                begin += size
             try:
-                values[name] = encoding.decode(sample[begin : begin + size])
+                values[name] = encoding.decode(value)
             except Exception as error:
                 raise _BadValueError(f"column {name!r}: {error!r}") from error
-            begin += size
         return values
 
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Encoding", "encoding_of"]
+__all__ = ["Encoding", "Value", "encoding_of"]
 
-Decoder = Callable[[memoryview], Any]
+Value = bytes | memoryview
+Decoder = Callable[[Value], Any]
 
 
 class Encoding(NamedTuple):
@@ -68,7 +69,7 @@ def _scalar(name: str) -> tuple[int, Decoder]:
     return dtype.itemsize, lambda value: np.frombuffer(value, dtype)[0]
 
 
-def _str(value: memoryview) -> str:
+def _str(value: Value) -> str:
     return str(value, "utf-8")
 
 
@@ -94,7 +95,8 @@ def _array(settings: str) -> tuple[int | None, Decoder]:
             raise ValueError(f"of the shape {shape}, which has no elements")
         size = math.prod(shape) * dtype.itemsize
 
-    def decode(value: memoryview) -> Any:
+    def decode(value: Value) -> Any:
+        value = memoryview(value)
         kind, extents = dtype, shape
         if kind is None:
             kind = np.dtype(_DTYPES[value[0]]).newbyteorder("<")
@@ -115,10 +117,11 @@ def _array(settings: str) -> tuple[int | None, Decoder]:
 # Images.
 
 
-def _pil(value: memoryview) -> Any:
+def _pil(value: Value) -> Any:
     """Return an image that was stored raw, after its width, height and mode."""
     from PIL import Image
 
+    value = memoryview(value)
     width, height, letters = struct.unpack_from("<3I", value)
     mode, pixels = _str(value[12 : 12 + letters]), value[12 + letters :]
     # A pixel has at least one bit.
@@ -127,7 +130,7 @@ def _pil(value: memoryview) -> Any:
     return Image.frombytes(mode, (width, height), bytes(pixels))
 
 
-def _file(value: memoryview) -> Any:
+def _file(value: Value) -> Any:
     """Return an image from the bytes of its file; Pillow decodes it when it is used."""
     from PIL import Image
 
@@ -137,7 +140,8 @@ def _file(value: memoryview) -> Any:
 def _list_of(decode: Decoder, begin: int) -> Decoder:
     """Return a decoder of lists: from `begin` on, the length, all sizes, all values."""
 
-    def decode_list(value: memoryview) -> list[Any]:
+    def decode_list(value: Value) -> list[Any]:
+        value = memoryview(value)
         (count,) = struct.unpack_from("<I", value, begin)
         at = begin + 4 + 4 * count
         if at > len(value):

@@ -5,7 +5,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from itertools import accumulate
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -19,6 +18,7 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, array_of
 from nvmeio._native.file import File
+from nvmeio._native.new_bytes import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored, literal
@@ -150,9 +150,8 @@ class RecordDataset(Stored):
 
     # Whether a file may have grown since the dataset was made.
     _may_grow = True
-    # Whether _decode() copies the records.  If so, it gets memoryviews, and the next batch
-    # uses their memory again.
-    _copies = False
+    # Whether records are read as bytes objects instead of tensors.
+    _as_bytes = False
 
     @suggesting
     def __init__(
@@ -182,15 +181,6 @@ class RecordDataset(Stored):
         ends = [self._size_of(number) for number in range(len(self._sources))]
         itemsize = self._dtype.itemsize
         _check(self._sources, ends, self._offsets, self._sizes, self._files, itemsize)
-        self._spare: list[torch.Tensor] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_spare": []}
-
-    def close(self) -> None:
-        """Close the files that the dataset has opened; a second call does nothing."""
-        super().close()
-        self._spare.clear()
 
     def _size_of(self, number: int) -> int:
         """Return the size of a file, and remember which one it is."""
@@ -267,9 +257,14 @@ class RecordDataset(Stored):
             default_handle().gather(file, offsets, sizes, batch.memory, out_offsets=places)
         return batch.samples([])
 
-    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Convert records (tensors, or memoryviews if `_copies`) to samples."""
-        return records
+    def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return the parts of records to read: files (or None), offsets and sizes."""
+        files = None if self._files is None else self._files[rows]
+        return files, self._offsets[rows], self._sizes[rows]
+
+    def _decode(self, rows: Positions, parts: list[Any]) -> list[Any]:
+        """Convert the parts of these records to samples."""
+        return parts
 
     def _samples(self, columns: list[Any]) -> list[Any]:
         """Apply the transform to the samples of a batch."""
@@ -283,57 +278,41 @@ class RecordDataset(Stored):
 
 
 class _Batch:
-    """Records that are read together, and their memory, in the order of the rows."""
+    """Parts of records that are read together, and their memory, in order of the rows."""
 
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
-        self._dataset = dataset
-        self._rows = rows.ravel()
-        self._lengths = dataset._sizes[self._rows]
-        size = int(self._lengths.sum())
-        self._whole = self._memory(size)
-        self.memory = self._whole[:size]
+        self._dataset, self._rows = dataset, rows.ravel()
+        self._files, self._offsets, self._lengths = dataset._parts(self._rows)
+        self._sizes = self._lengths * dataset._dtype.itemsize
+        self.memory: Any
+        if dataset._as_bytes:
+            self.memory = NewBytes(self._sizes)
+            self._places = np.arange(len(self._sizes))
+        else:
+            self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
+            self._places = np.cumsum(self._sizes) - self._sizes
 
-    def _memory(self, size: int) -> torch.Tensor:
-        """Return memory of at least this size: that of an earlier batch, if possible."""
-        dataset = self._dataset
-        if not dataset._copies:
-            return torch.empty(size, dtype=dataset._dtype)
-        # pop(), so that two threads never get the same memory.
-        with contextlib.suppress(IndexError):
-            spare = dataset._spare.pop()
-            if len(spare) >= size:
-                return spare
-        # A bit more, because the next batch may be larger.
-        return torch.empty(size + size // 4, dtype=dataset._dtype)
-
-    def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
-        """Return the number of each file, with offsets, sizes and places of its records."""
-        dataset, rows = self._dataset, self._rows
-        sizes = self._lengths * dataset._dtype.itemsize
-        if not len(self.memory):
+    def gathers(self) -> list[tuple[int, Positions, Positions, Positions]]:
+        """Return the number of each file, with offsets, sizes and places of its parts."""
+        offsets, sizes, places = self._offsets, self._sizes, self._places
+        if not sizes.any():
             return []
-        offsets = dataset._offsets[rows]
-        if dataset._files is None:
-            return [(0, offsets, sizes, None)]
-        numbers, places = dataset._files[rows], np.cumsum(sizes) - sizes
-        order = np.argsort(numbers, kind="stable")
-        borders = np.flatnonzero(np.diff(numbers[order])) + 1
+        if self._files is None:
+            return [(0, offsets, sizes, places)]
+        order = np.argsort(self._files, kind="stable")
+        borders = np.flatnonzero(np.diff(self._files[order])) + 1
         return [
-            (int(numbers[part[0]]), offsets[part], sizes[part], places[part])
+            (int(self._files[part[0]]), offsets[part], sizes[part], places[part])
             for part in np.split(order, borders)
         ]
 
     def samples(self, results: list[Any]) -> list[Any]:
-        """Cut the memory, which has been filled, into samples."""
-        dataset, sizes = self._dataset, self._lengths.tolist()
-        if not dataset._copies:
-            return dataset._decode(self._rows, list(self.memory.split(sizes)))
-        view, ends = memoryview(self.memory.numpy()), accumulate(sizes)
-        records = [view[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        samples = dataset._decode(self._rows, records)
-        if not dataset._spare:
-            dataset._spare.append(self._whole)
-        return samples
+        """Convert the memory, which has been filled, to samples."""
+        if isinstance(self.memory, NewBytes):
+            parts = self.memory.values
+        else:
+            parts = list(self.memory.split(self._lengths.tolist()))
+        return self._dataset._decode(self._rows, parts)
 
 
 class OpenFiles:

@@ -78,7 +78,7 @@ class TarDataset(RecordDataset):
     """
 
     _may_grow = False
-    _copies = True
+    _as_bytes = True
 
     @suggesting
     def __init__(
@@ -110,30 +110,39 @@ class TarDataset(RecordDataset):
         """The dtype of samples: objects of Python's."""
         return np.dtype(object)
 
-    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Cut samples into their files."""
-        firsts, offsets, sizes, fields = (one.array for one in self._members)
+    def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return archive, offset and size of each file of samples."""
+        _, offsets, sizes, _ = self._members
         files: Any = self._files
-        begins, counts = firsts[rows], firsts[rows + 1] - firsts[rows]
-        # The files of all samples, one after the other.
-        before = np.cumsum(counts) - counts
-        members = np.repeat(begins - before, counts) + np.arange(counts.sum())
-        places = offsets[members] - np.repeat(offsets[begins], counts)
-        found = zip(
-            fields[members].tolist(), places.tolist(), sizes[members].tolist(), strict=True
-        )
+        counts, members = self._members_of(rows)
+        return np.repeat(files[rows], counts), offsets[members], sizes[members]
+
+    def _decode(self, rows: Positions, parts: list[Any]) -> list[Any]:
+        """Sort the contents of files into samples."""
+        files: Any = self._files
+        counts, members = self._members_of(rows)
+        fields = self._members[3].array[members].tolist()
+        found = zip(fields, parts, strict=True)
         samples = []
-        for row, number, count, record in zip(
-            rows.tolist(), files[rows].tolist(), counts.tolist(), records, strict=True
+        for row, number, count in zip(
+            rows.tolist(), files[rows].tolist(), counts.tolist(), strict=True
         ):
             sample: dict[str, Any] = {
                 "__key__": self._key(row),
                 "__url__": self._urls[number],
             }
-            for field, begin, size in islice(found, count):
-                sample[self._field_names[field]] = record[begin : begin + size].tobytes()
+            for field, contents in islice(found, count):
+                sample[self._field_names[field]] = contents
             samples.append(sample)
         return samples
+
+    def _members_of(self, rows: Positions) -> tuple[Positions, Positions]:
+        """Return how many files samples have, and their positions in the index."""
+        firsts = self._members[0]
+        begins = firsts[rows]
+        counts = firsts[rows + 1] - begins
+        before = np.cumsum(counts) - counts
+        return counts, np.repeat(begins - before, counts) + np.arange(counts.sum())
 
     def _key(self, row: int) -> str:
         """Return the key of a sample."""
