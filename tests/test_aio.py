@@ -6,6 +6,8 @@ import functools
 import gc
 import inspect
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import MIB, PAGE, SLOW, pattern, plugged
+from helpers import MIB, PAGE, SLOW, descriptors_below, pattern, plugged
 from nvmeio import aio
 
 # Functions without a coroutine function: the two of DeepSpeed.
@@ -474,6 +476,73 @@ class TestCancelling:
         before = in_use()
         run(main(2))
         assert in_use() == before
+
+
+class TestCancelledAppends:
+    """A cancelled append does not wait for the lock, and adds all of its rows or none."""
+
+    def test_an_append_that_waits_for_the_lock_ends_at_once(self, tmp_path, run):
+        name, rows = tmp_path / "a.npy", np.arange(8.0).reshape(2, 4)
+
+        async def main():
+            # Its one thread would be lost to an append that waits in it.
+            gate = Gate(None)
+            asyncio.get_running_loop().set_default_executor(gate)
+            with nvmeio.ArrayFile.create(name, (0, 4), "f8") as array:
+                with locked_by_a_child(name):
+                    before = name.read_bytes(), descriptors_below(tmp_path)
+                    tasks = [asyncio.create_task(aio.append(array, rows)) for _ in range(2)]
+                    # Each converts its rows, opens the file, and then tries more than once.
+                    while gate.count < 12:
+                        await asyncio.sleep(0)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+                    assert all(task.cancelled() for task in tasks)
+                    assert (name.read_bytes(), descriptors_below(tmp_path)) == before
+                    assert array.shape == (0, 4)
+                await aio.append(array, rows)
+                assert np.array_equal(array[...], rows)
+
+        run(main())
+
+    def test_cancelled_in_each_blocking_call(self, tmp_path, run):
+        async def main(number):
+            gate = Gate(number)
+            asyncio.get_running_loop().set_default_executor(gate)
+            name = tmp_path / f"{number}.npy"
+            with nvmeio.ArrayFile.create(name, (0, 4), "f8") as array:
+                before = descriptors_below(tmp_path)
+                task = asyncio.create_task(aio.append(array, np.ones((2, 4))))
+                while not gate.reached.is_set():
+                    await asyncio.sleep(0)
+                for _ in range(2):
+                    task.cancel()
+                    await asyncio.sleep(0)
+                    assert not task.done()
+                gate.opened.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert descriptors_below(tmp_path) == before
+                assert array.shape == np.load(name).shape
+                return len(array)
+
+        # To convert the rows, open the file, take the lock; to append, and close the file.
+        assert [run(main(number)) for number in range(1, 6)] == [0, 0, 0, 2, 2]
+
+
+@contextlib.contextmanager
+def locked_by_a_child(path):
+    """Let another process hold the lock of a file."""
+    code = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        child.stdout.readline()
+        yield
 
 
 def refuse_unnamed(folder):

@@ -338,11 +338,15 @@ async def append(array: ArrayFile, values: Any) -> None:
     OSError, TypeError, ValueError
         As ``ArrayFile.append``.
     asyncio.CancelledError
-        The task was cancelled; the rows were appended anyway, unless that failed.
+        The task was cancelled.  Nothing was written if it was still waiting for the file's
+        lock.  Otherwise the rows were appended anyway, and ``array.shape`` includes them,
+        unless that failed.
 
     Notes
     -----
-    Runs entirely in the default executor, because an append may wait for the file's lock.
+    If another append holds the file's lock, this one tries again after 1 ms, and then less
+    and less often, at least every 50 ms.  Under many blocking appends of others it may wait
+    longer than its turn.  Everything else runs in the default executor.
 
     Examples
     --------
@@ -354,4 +358,4 @@ async def append(array: ArrayFile, values: Any) -> None:
     >>> asyncio.run(main())
     (1, 3)
     """
-    await Awaiting().call(array.append, values)
+    await array._appending(Awaiting(), values)

@@ -41,7 +41,7 @@ from nvmeio._arrays.npy_header import (
 from nvmeio._arrays.operators import Unread
 from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.descriptors import opened
-from nvmeio._files.locks import locked, locked_for_reading
+from nvmeio._files.locks import FileLock, locked_for_reading
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
 from nvmeio._native.buffer import borrow
@@ -190,7 +190,7 @@ class ArrayFile(Unread):
         if offset or not has_magic(self._file):
             self._is_raw = True
             # An append in progress may have written a part of a row.
-            with naming(self.path), locked_for_reading(self._file.fileno()):
+            with naming(self.path), locked_for_reading(self._file):
                 layout = self._raw_layout(elements.dtype, offset)
                 self._reaches_end = self._file.size == offset + layout.nbytes
             return elements, layout
@@ -590,17 +590,31 @@ class ArrayFile(Unread):
         ...     rows.shape
         (2, 2)
         """
+        run(self._appending(BLOCKING, values))
+
+    async def _appending(self, calls: Calls, values: Any) -> None:
+        """Append rows, as ``append`` does."""
+        rows = await calls.call(self._rows_to_append, values)
+        with naming(self.path):
+            async with calls.entered(FileLock(self._file)) as lock:
+                await calls.acquired(lock.wait, lock.attempt)
+                await calls.call(self._append_locked, rows, lock.descriptor)
+
+    def _rows_to_append(self, values: Any) -> Array:
+        """Convert values to rows of the array."""
         self._check_writable()
         self._axes()
-        rows = self._elements.rows(values, self._shape)
-        with naming(self.path), locked(self._file.fileno()) as descriptor:
-            self._check_can_append()
-            layout = self._layout_now(descriptor)
-            if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
-                raise ValueError(f"{self.path!r} has another array behind this one")
-            if len(rows):
-                self._append(rows, layout, descriptor)
-            self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
+        return self._elements.rows(values, self._shape)
+
+    def _append_locked(self, rows: Array, descriptor: int) -> None:
+        """Append rows to the array that the file has now, while its lock is held."""
+        self._check_can_append()
+        layout = self._layout_now(descriptor)
+        if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
+            raise ValueError(f"{self.path!r} has another array behind this one")
+        if len(rows):
+            self._append(rows, layout, descriptor)
+        self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
 
     def refresh(self) -> None:
         """See the rows that others have appended since the file was opened.
@@ -620,12 +634,11 @@ class ArrayFile(Unread):
         the same.
         """
         self._check_open()
-        number = self._file.fileno()
         with (
             naming(self.path),
-            locked_for_reading(number)
+            locked_for_reading(self._file)
             if self._is_raw
-            else opened(f"/proc/self/fd/{number}", os.O_RDONLY) as descriptor,
+            else opened(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY) as descriptor,
         ):
             self._take_shape(self._layout_now(descriptor).shape)
 

@@ -44,6 +44,11 @@ class Calls(Protocol):
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         """Enter and leave a context, both as ``call`` does."""
 
+    async def acquired(
+        self, wait: Callable[[], None], attempt: Callable[[], bool], /
+    ) -> None:
+        """Take a lock by one of two functions: `wait` blocks, `attempt` returns success."""
+
 
 class Blocking:
     """Makes blocking calls in the calling thread."""
@@ -58,6 +63,11 @@ class Blocking:
 
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         return _EnteredHere(context)
+
+    async def acquired(
+        self, wait: Callable[[], None], attempt: Callable[[], bool], /
+    ) -> None:
+        wait()
 
 
 class _EnteredHere(Generic[V_co]):

@@ -25,6 +25,9 @@ V_co = TypeVar("V_co", covariant=True)
 # Requests that only advance in Python (staged.pyx) are polled between slices of a sleep.
 SLICE_S = 0.05
 
+# The first pause between attempts to take a lock; it doubles up to SLICE_S.
+LOCK_DELAY_MIN_S = 0.001
+
 
 class Watcher:
     """Wakes one event loop when requests of one handle are done.
@@ -275,6 +278,15 @@ class Awaiting:
 
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         return _EnteredElsewhere(self, context)
+
+    async def acquired(
+        self, wait: Callable[[], None], attempt: Callable[[], bool], /
+    ) -> None:
+        """Try again and again: a cancelled task need not wait, nor is a thread held."""
+        delay = LOCK_DELAY_MIN_S
+        while not await self.call(attempt):
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, SLICE_S)
 
 
 class _EnteredElsewhere(Generic[V_co]):

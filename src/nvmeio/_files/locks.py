@@ -15,7 +15,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly
 from nvmeio._files.paths import naming
 
-__all__ = ["WriterLock", "in_child_close", "locked", "locked_for_reading"]
+__all__ = ["FileLock", "WriterLock", "in_child_close", "locked_for_reading"]
 
 _HOLDER_BYTES_MAX = 300
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -95,48 +95,57 @@ def _has_name(descriptor: int, path: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def locked(descriptor: int) -> Iterator[int]:
-    """Wait for a file's lock and hold it; yield a new descriptor of the file.
+class FileLock:
+    """The lock of an open file, which one thread of one process holds at a time.
 
-    Excludes other threads too, not only processes, because each call opens the file anew.
+    Entering the context opens the file anew, because threads that share an open file share
+    its lock.  Leaving it releases the lock.
     """
-    with _held(descriptor, os.O_RDWR) as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        yield mine
 
+    def __init__(self, file: "_HasFileno", flags: int = os.O_RDWR) -> None:
+        self._file, self._flags = file, flags
+        self.descriptor = -1
 
-@contextlib.contextmanager
-def locked_for_reading(descriptor: int) -> Iterator[int]:
-    """Wait until nobody has ``locked`` a file, and keep it so; yield a new descriptor."""
-    with _held(descriptor, os.O_RDONLY) as mine:
-        # Where a file cannot be locked, nobody has locked it.
-        with contextlib.suppress(OSError):
-            fcntl.flock(mine, fcntl.LOCK_SH)
-        yield mine
+    def __enter__(self) -> "FileLock":
+        path = f"/proc/self/fd/{self._file.fileno()}"
+        self.descriptor = os.open(path, self._flags | os.O_CLOEXEC)
+        in_child_close(self)
+        return self
 
+    def wait(self) -> None:
+        """Wait for the lock."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
 
-@contextlib.contextmanager
-def _held(descriptor: int, flags: int) -> Iterator[int]:
-    """Open a file anew, to lock it; forked children do not keep the lock."""
-    held = _Held(os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC))
-    in_child_close(held)
-    try:
-        yield held.descriptor
-    finally:
-        held.close()
-
-
-class _Held:
-    """A descriptor that holds a lock."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def attempt(self) -> bool:
+        """Take the lock, or return False if another has it."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self) -> None:
+        """Release the lock, if it is held."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             close_quietly(descriptor)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def locked_for_reading(file: "_HasFileno") -> Iterator[int]:
+    """Wait until nobody has locked a file, and keep it so; yield a new descriptor."""
+    with FileLock(file, os.O_RDONLY) as lock:
+        # Where a file cannot be locked, nobody has locked it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock.descriptor, fcntl.LOCK_SH)
+        yield lock.descriptor
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
 
 
 class _Closes(Protocol):
