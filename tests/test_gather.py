@@ -466,6 +466,7 @@ REFUSED = {
         ValueError,
         r"offsets\[1\] is 9223372036854775808",
     ),
+    "beyond 64 bits": ({"offsets": [1, -(2**64)]}, ValueError, rf"\[1\] is -{2**64}; it"),
     "an overflow": (
         {"offsets": [1, 2**63 - 64, 3]},
         ValueError,

@@ -85,6 +85,7 @@ REFUSED = {
     "mask": (np.ones(3, bool), IndexError, r"the mask is of shape \(3,\); .* \(4,\)"),
     "shapes": (([0, 1], [0, 1, 2]), IndexError, "arrays of the index do not match"),
     "huge": (1 << 70, IndexError, "out of bounds"),
+    "array of huge": ([1, 1 << 70], IndexError, rf"index\[1\] is {1 << 70}; it must be"),
     "slice of text": (slice("a", None), TypeError, "slice indices must be integers"),
     "step of 0": (slice(None, None, 0), ValueError, "slice step cannot be zero"),
 }
@@ -120,6 +121,11 @@ BAD_POSITIONS = {
         IndexError,
         r"\[0\] is 18446744073709551615",
     ),
+    # numpy makes floats of the first, and objects of the next.
+    "beyond int64": ([0, 2**63], IndexError, rf"rows\[1\] is {2**63}; .* from -10 to 9"),
+    "beyond 64 bits": ([[9, -(2**70)]], IndexError, rf"rows\[0, 1\] is -{2**70}; .* -10 "),
+    "huge and alone": (2**70, IndexError, rf"rows is {2**70}; it must be from -10 to 9"),
+    "objects": (np.array([1, 2], object), TypeError, "rows is of dtype object"),
     "floats": ([1.0], TypeError, "rows is of dtype float64; it must be of integers"),
     "mask": ([True], TypeError, "rows is of dtype bool; .* numpy.flatnonzero"),
     "no floats": (np.empty(0), TypeError, "rows is of dtype float64"),

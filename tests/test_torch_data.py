@@ -188,7 +188,7 @@ class TestArrayDataset:
         assert_equal(dataset[4], torch.from_numpy(rows[4]).sum())
         assert_equal(dataset.__getitems__([4]), [torch.from_numpy(rows[4]).sum()])
 
-    @pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
+    @pytest.mark.parametrize("index", [COUNT, -COUNT - 1, 10**30])
     def test_an_index_out_of_range_is_named(self, file, index):
         dataset = ArrayDataset(file)
         with pytest.raises(IndexError, match=f"index is {index}; it must be from -103 to"):

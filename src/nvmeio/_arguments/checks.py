@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
 from nvmeio._arguments.types import Path
 
@@ -19,8 +20,10 @@ __all__ = [
     "MISSING",
     "Shape",
     "direct_choice",
+    "exact_array",
     "extents_of",
     "flag",
+    "has_integers",
     "integer",
     "path_of",
     "refuse_missing",
@@ -66,6 +69,29 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be from {least} to {most}")
     return number
+
+
+def exact_array(values: Any) -> npt.NDArray[Any]:
+    """Convert values to an array, but integers that need more than 64 bits to objects.
+
+    Of a list that has such integers and smaller ones, numpy may make floats.
+    """
+    found: npt.NDArray[Any] = np.asarray(values)
+    if found.dtype.kind == "f" and not hasattr(values, "dtype"):
+        exact: npt.NDArray[Any] = np.asarray(values, object)
+        if has_integers(exact):
+            return exact
+    return found
+
+
+def has_integers(array: npt.NDArray[Any]) -> bool:
+    """Return whether an array has integers, perhaps as objects because one is too large."""
+    if array.dtype.kind != "O":
+        return array.dtype.kind in "iu"
+    values = list(array.flat)
+    if not all(type(each) is int or isinstance(each, np.integer) for each in values):
+        return False
+    return not all(-(2**63) <= each < 2**63 for each in values)
 
 
 def flag(name: str, value: Any, choices: str = "True or False") -> bool:

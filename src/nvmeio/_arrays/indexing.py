@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._arguments.checks import exact_array, has_integers
 from nvmeio._memory.registry import library_of
 
 __all__ = [
@@ -113,7 +114,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positions:
     """Check positions along an axis; return them as non-negative integers."""
     found = array_of(rows)
-    if found.dtype.kind not in "iu":
+    if not has_integers(found):
         hint = "; numpy.flatnonzero() makes them of a mask" if found.dtype == bool else ""
         raise TypeError(f"{name} is of dtype {found.dtype}; it must be of integers{hint}")
     least = -extent if wrap else 0
@@ -121,7 +122,7 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
         return found.astype(np.int64)
     if int(found.min()) < least or int(found.max()) >= extent:
         wrong = found >= extent
-        if found.dtype.kind == "i":
+        if found.dtype.kind != "u":
             wrong |= found < least
         place = np.unravel_index(int(wrong.argmax()), found.shape)
         where = f"[{', '.join(str(int(number)) for number in place)}]" if place else ""
@@ -190,7 +191,7 @@ def _item_of(item: Any) -> Item:
         except TypeError:
             pass
     array = array_of(item)
-    if array.dtype.kind not in "biu":
+    if array.dtype != bool and not has_integers(array):
         raise IndexError(
             f"the index is of dtype {array.dtype}; only integers, slices, integer arrays, "
             "masks, None and Ellipsis are indices"
@@ -338,7 +339,7 @@ def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selectio
 def array_of(item: Any) -> npt.NDArray[Any]:
     """Return positions as an array; an empty list becomes an array of integers."""
     try:
-        found = np.asarray(item)
+        found = exact_array(item)
     except (TypeError, RuntimeError) as error:
         if library_of(item) is None:
             raise

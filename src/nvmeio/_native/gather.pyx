@@ -30,7 +30,7 @@ from nvmeio._native.request cimport Request, fill_request
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
-from nvmeio._arguments.checks import refuse_path, whole
+from nvmeio._arguments.checks import exact_array, has_integers, refuse_path, whole
 
 # _bring_back() reads memory, changes some of it and writes it back: one thread at a time.
 # An RLock, because a signal handler may interrupt that and do the same.
@@ -294,19 +294,19 @@ cdef object integers(str name, object values):
             f"{name} is the path {os.fspath(values)!r}; it must be integers: are the first "
             "two arguments swapped?"
         )
-    array = numpy.asarray(values)
+    array = exact_array(values)
     if array.size == 0 and not isinstance(values, numpy.ndarray):
         array = array.astype(numpy.int64)
-    if array.dtype.kind not in "iu":
+    if not has_integers(array):
         raise TypeError(
             f"{name} has elements of dtype {array.dtype}; they must be integers"
         )
     if array.ndim != 1:
         raise ValueError(f"{name} is of shape {array.shape}; it must have one dimension")
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size:
-        most = int(array.argmax())
-        if array[most] > 2**63 - 1:
-            first = int(numpy.argmax(array > numpy.uint64(2**63 - 1)))
+    if array.dtype.kind == "O" or (array.dtype.kind == "u" and array.dtype.itemsize == 8):
+        wrong = (array > numpy.uint64(2**63 - 1)) | (array < 0)
+        if wrong.any():
+            first = int(wrong.argmax())
             raise ValueError(
                 f"{name}[{first}] is {array[first]}; it must be from 0 to 2**63 - 1"
             )

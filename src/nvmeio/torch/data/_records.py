@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from nvmeio._arguments.checks import shown
+from nvmeio._arguments.checks import has_integers, shown
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, array_of
@@ -379,7 +379,7 @@ def paths_of(path: Any) -> list[str | bytes]:
 def _integers(name: str, values: Any) -> Integers:
     """Convert values to an array of integers with one axis, if possible without a copy."""
     array = array_of(values)
-    if array.dtype.kind not in "iu":
+    if not has_integers(array):
         raise TypeError(f"{name} is of dtype {array.dtype}; it must be of integers")
     if array.ndim != 1:
         raise ValueError(f"{name} is of shape {array.shape}; it must be of one axis")
@@ -418,7 +418,7 @@ def _check(
 def _within(name: str, part: Integers, start: int, most: int) -> Positions:
     """Convert part of an array to int64; raise ValueError for numbers out of range."""
     # Numbers beyond int64 become negative.
-    found = part.astype(np.int64, copy=False)
+    found = part if part.dtype == object else part.astype(np.int64, copy=False)
     wrong = (found < 0) | (found > most)
     if wrong.any():
         place = int(wrong.argmax())
@@ -426,7 +426,7 @@ def _within(name: str, part: Integers, start: int, most: int) -> Positions:
         raise ValueError(
             f"{name}[{start + place}] is {part[place]}; it must be from 0 to {limit}"
         )
-    return found
+    return found.astype(np.int64, copy=False)
 
 
 def size_of(path: str | bytes) -> int:
