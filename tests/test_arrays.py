@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import io
 import math
 import os
 import pickle
@@ -26,6 +27,7 @@ from helpers import (
     left_open,
     limit,
     need_direct,
+    pattern,
     plugged,
     routes,
     warm,
@@ -594,6 +596,22 @@ class TestCreating:
         ArrayFile.create(path, (2,), "f4", raw=raw, overwrite=True).close()
         with ArrayFile(path, dtype="f4") as array:
             assert_same(array[...], np.zeros(2, "f4"))
+
+    @pytest.mark.parametrize("size", [0, 10, 9000])
+    def test_a_header_that_fails_half_written_is_undone(self, path, size, monkeypatch):
+        class Failing(io.FileIO):
+            def write(self, data):
+                super().write(data[: len(data) // 2])
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        path.write_bytes(pattern(size))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                nvmeio.arrays, "_opened_anew", lambda path, overwrite: Failing(path, "r+")
+            )
+            with pytest.raises(OSError, match="Input/output error"):
+                ArrayFile.create(path, (3000,), "f4", overwrite=True)
+        assert path.read_bytes() == pattern(size)
 
     def test_a_raw_file_has_only_the_elements(self, path):
         with ArrayFile.create(path, (4, 3), ">i2", raw=True) as array:

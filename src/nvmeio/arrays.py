@@ -261,7 +261,8 @@ class ArrayFile(Unread):
             needs ``dtype`` and ``shape``.
         overwrite : bool, default False
             Replace the contents of an existing file, instead of raising FileExistsError.
-            If the file cannot have the new size, it keeps its contents.
+            If the file cannot have the new size, or its header cannot be written, it keeps
+            its contents, unless the drive no longer takes these either.
         handle : Handle, optional
             As for ``ArrayFile``.
 
@@ -310,14 +311,18 @@ class ArrayFile(Unread):
             )
         check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
-            before = os.fstat(stream.fileno()).st_size
+            before, old = os.fstat(stream.fileno()).st_size, b""
             try:
                 # What the file system refuses is refused before anything is cut.
                 stream.truncate(max(size, before))
+                old = os.pread(stream.fileno(), len(header), 0)
                 if stream.write(header) != len(header):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except BaseException:
                 if overwrite:
+                    # On a full drive a hole may refuse zeros, which it has anyway.
+                    with contextlib.suppress(OSError):
+                        os.pwrite(stream.fileno(), old, 0)
                     os.ftruncate(stream.fileno(), before)
                 else:
                     os.unlink(path)
@@ -1131,7 +1136,7 @@ def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
 def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
     """Create a file, or open one that ``overwrite`` permits the caller to truncate."""
     try:
-        mode = "wb" if overwrite else "xb"
+        mode = "w+b" if overwrite else "x+b"
         # Without a buffer, which close() would write out after an error, too.
         return open(path, mode, buffering=0, opener=_opened_uncut)
     except FileExistsError as error:
