@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nvmeio
-from helpers import BLOCK, DEPTH, ENGINES
+from helpers import BLOCK, DEPTH, ENGINES, SLOW
 
 
 @functools.cache
@@ -110,6 +110,15 @@ def default_engine(engine, monkeypatch):
     with nvmeio.default_handle() as handle:
         yield engine
         assert handle.stats()["engine"] == engine
+
+
+@pytest.fixture
+def slow_default(default_engine, monkeypatch):
+    """A default handle that `plugged` can keep busy."""
+    for name, value in SLOW.items():
+        monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
+    nvmeio.default_handle().close()
+    return nvmeio.default_handle()
 
 
 @pytest.fixture

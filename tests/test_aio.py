@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import MIB, PAGE, SLOW, descriptors_below, pattern, plugged
+from helpers import MIB, PAGE, descriptors_below, pattern, plugged
 from nvmeio import aio
 
 # Functions without a coroutine function: the two of DeepSpeed.
@@ -51,15 +51,6 @@ def run(new_loop):
                 loop.run_until_complete(loop.shutdown_default_executor())
 
     return run
-
-
-@pytest.fixture
-def slow_default(default_engine, monkeypatch):
-    """A default handle that `plugged` can keep busy."""
-    for name, value in SLOW.items():
-        monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
-    nvmeio.default_handle().close()
-    return nvmeio.default_handle()
 
 
 class Gate(ThreadPoolExecutor):

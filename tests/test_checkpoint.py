@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent import futures
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -22,6 +23,7 @@ import safetensors.numpy
 
 import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
+from helpers import plugged
 from mounts import SIZES_MIN, Filler
 from nvmeio.checkpoint import (
     Checkpointer,
@@ -601,23 +603,20 @@ class TestAsync:
         run_child("save_and_leave", root=str(root), stage=stage)
         assert same(Checkpointer(root).restore(), state_of(1))
 
-    def test_the_gil_is_free_meanwhile(self, root):
-        """This thread runs on while a large array is copied, summed and written."""
-        state = {"x": np.ones(256 << 20, np.uint8)}
+    def test_the_gil_is_free_meanwhile(self, root, tmp_path, slow_default):
+        """This thread runs while the saving thread waits for a busy drive."""
         with Checkpointer(root) as checkpointer:
-            future = checkpointer.save_async(1, state, stage=False)
-            longest, before = 0.0, nvmeio_clock()
-            while not future.done():
-                now = nvmeio_clock()
-                longest, before = max(longest, now - before), now
+            with plugged(slow_default, tmp_path):
+                submitted = slow_default.stats()["requests"]
+                future = checkpointer.save_async(1, state_of(1), stage=False)
+                while slow_default.stats()["requests"] == submitted:
+                    time.sleep(0)
+                # A thread that kept the GIL would let this one go on only after its save.
+                for _ in range(100):
+                    time.sleep(0)
+                assert not future.done()
             future.result()
-        assert longest < 1
-
-
-def nvmeio_clock():
-    import time
-
-    return time.monotonic()
+            assert same(checkpointer.restore(), state_of(1))
 
 
 class TestSequence:
@@ -833,13 +832,18 @@ def test_restoring_near_the_recursion_limit_takes_the_newest_step(root):
         def restore(depth):
             return checkpointer.restore() if not depth else restore(depth - 1)
 
+        restored, depths = [], range(sys.getrecursionlimit() - 50, 100, -100)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for depth in range(sys.getrecursionlimit() - 150, 100, -200):
+            for depth in depths:
                 try:
                     assert restore(depth)[0] == 2
                 except RecursionError:
-                    continue
+                    assert not restored
+                else:
+                    restored.append(depth)
+        assert depths[0] not in restored
+        assert depths[-1] in restored
 
 
 @pytest.mark.parametrize("what", ["link", "other name", "folder"])
