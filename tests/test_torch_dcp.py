@@ -464,7 +464,7 @@ def test_ranks_load_checkpoints_of_more_or_fewer_ranks(tmp_path, saved, loaded):
     for found in together(tmp_path, "load_together", loaded, **options):
         assert found["wrong"] == []
         assert found["said"] == [5, [0.9, 0.99]]
-        assert found["read"] < 1.1 * found["share"] + (1 << 20)
+        assert found["share"] <= found["read"] <= 1.1 * found["share"]
 
 
 def test_ranks_without_collectives_save_separate_files(tmp_path):
