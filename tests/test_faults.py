@@ -260,7 +260,6 @@ def test_a_dead_ring_fails_its_requests_and_keeps_their_memory(tmp_path, engine,
     assert report["first"] == name
     assert report["later"] == [name, "ok", name]
     assert report["pending"] == 0
-    assert report["took_s"] < 15
     assert any("never freed" in line for line in report["log"])
 
 

@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -128,11 +127,9 @@ def dead_ring(folder, engine):
     buffer = np.zeros(len(data), np.uint8).view(Watched)
     alive = weakref.ref(buffer)
     pause()
-    started = time.monotonic()
     request = handle.submit_read(buffer, path)
     del buffer
     first = errors_of(request.wait)
-    took_s = time.monotonic() - started
     later = [errors_of(lambda: handle.submit_read(bytearray(4096), path).wait())]
     later.append(errors_of(op.async_pread, bytearray(4096), path))
     later.append(errors_of(op.wait))
@@ -148,7 +145,6 @@ def dead_ring(folder, engine):
             "first": first,
             "later": later,
             "pending": pending,
-            "took_s": took_s,
             "log": records.lines,
         }
     )
