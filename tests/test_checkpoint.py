@@ -81,9 +81,24 @@ class TestSteps:
             assert (checkpointer.prune(), checkpointer.cleanup()) == ([], [])
             with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
                 checkpointer.restore()
-            with pytest.raises(FileNotFoundError, match="no such checkpoint"):
+            with pytest.raises(FileNotFoundError, match="; there is no such folder"):
                 checkpointer.restore(3)
         assert not root.exists()
+
+    def test_the_error_for_a_missing_step_names_those_that_exist(self, root):
+        with Checkpointer(root, keep=None) as checkpointer:
+            for step in range(13):
+                checkpointer.save(step, step)
+            for call in (checkpointer.restore, checkpointer.verify, checkpointer.remove):
+                with pytest.raises(FileNotFoundError) as raised:
+                    call(13)
+                # A private subclass would be in the traceback.
+                assert raised.type is FileNotFoundError
+                assert raised.value.filename == f"{root}/step-13"
+                assert raised.value.strerror == (
+                    "no such checkpoint; there are the steps 12, 11, 10, 9, 8, 7, 6, 5, 4, "
+                    "3 and 3 more"
+                )
 
     @pytest.mark.parametrize("how", ["save", "staged", "unstaged"])
     def test_a_saved_state_is_restored(self, root, default_engine, how):

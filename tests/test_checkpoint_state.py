@@ -543,9 +543,11 @@ class TestInto:
         assert checkpointer.restore(names=["b/"]) == {"b": {"": 2}}
         checkpointer.remove(2)
         for names, error, words in (
-            (["model/c", "lr"], KeyError, "nothing named model/c"),
-            (["model", "model/c"], KeyError, "nothing named model/c"),
-            (["list/0"], KeyError, "is a list"),
+            (["model/c", "lr"], KeyError, "nothing named model/c; model has a, b"),
+            (["model", "model/c"], KeyError, "nothing named model/c; model has a, b"),
+            (["models"], KeyError, "named models; its state has model, "),
+            (["lr/0"], KeyError, "lr is of type float, not a dict"),
+            (["list/0"], KeyError, "is a list, .* whole list, 'list'"),
             ("lr", TypeError, "iterable of names"),
             ([1], TypeError, "iterable of names"),
         ):

@@ -634,6 +634,27 @@ def test_a_dropped_graph_leaves_nothing(saving):
     assert all(storage.expired() for storage in storages)
 
 
+def test_a_context_can_be_entered_again(saving):
+    context = saving()
+
+    def step(*contexts):
+        torch.manual_seed(0)
+        x = torch.randn(SIZE, requires_grad=True)
+        with contextlib.ExitStack() as stack:
+            for each in contexts:
+                stack.enter_context(each)
+            loss = chain(x)
+        on_disk = bytes_on_disk()
+        loss.backward()
+        return x.grad, on_disk
+
+    expected, _ = step()
+    for contexts in ([context], [context], [context, context]):
+        found, on_disk = step(*contexts)
+        assert torch.equal(found, expected)
+        assert on_disk > SIZE
+
+
 def test_of_nested_contexts_the_inner_one_is_used(saving):
     def step(outer, inner, *, count=False):
         torch.manual_seed(0)

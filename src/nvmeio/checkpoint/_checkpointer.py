@@ -20,7 +20,12 @@ from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
 from nvmeio.checkpoint._copies import Copies, NoCopyError
-from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
+from nvmeio.checkpoint._errors import (
+    CheckpointError,
+    GoneError,
+    MovedError,
+    NoChecksumsError,
+)
 from nvmeio.checkpoint._folders import (
     Unfinished,
     cleanup,
@@ -45,11 +50,10 @@ _LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, e
 # inode numbers change, where each step always seems to be replaced.
 _TRIES = 100
 
+# How many steps an error names.
+_STEPS_SHOWN = 10
+
 _log = logging.getLogger("nvmeio")
-
-
-class _GoneError(FileNotFoundError):
-    """The step does not exist, or was removed."""
 
 
 def _with(error: Exception, words: str) -> Exception:
@@ -628,12 +632,15 @@ class Checkpointer:
         """
         if step is not None:
             step = _step_of(step)
-            return step, self._read_or_copy(step, read, files)
+            try:
+                return step, self._read_or_copy(step, read, files)
+            except GoneError:
+                raise self._missing(step) from None
         passed_over = set()
         for each in self._going_down(self._copied()):
             try:
                 return each, self._read_or_copy(each, read, files)
-            except _GoneError:
+            except GoneError:
                 continue
             except NoChecksumsError:
                 # The step may be intact, so an older one must not silently replace it.
@@ -654,8 +661,8 @@ class Checkpointer:
             return self._read(step, read)
         except NoChecksumsError:
             raise
-        except (CheckpointError, OSError) as error:
-            lost = isinstance(error, (CheckpointError, _GoneError)) or error.errno in _LOST
+        except (CheckpointError, GoneError, OSError) as error:
+            lost = not isinstance(error, OSError) or error.errno in _LOST
             if self._copies is None or not lost:
                 raise
             try:
@@ -663,11 +670,11 @@ class Checkpointer:
             except NoCopyError:
                 raise error from None
             except Exception as other:
-                if isinstance(error, _GoneError):
+                if isinstance(error, GoneError):
                     # Only the copy exists, so its error is the one to raise.
                     raise
                 raise _with(error, f"its copy in {self.drain_to}: {other}") from other
-            if not isinstance(error, _GoneError):
+            if not isinstance(error, GoneError):
                 words = f"step {step} is read from its copy in {self.drain_to}: {error}"
                 warnings.warn(words, RuntimeWarning, stacklevel=5)
             return found
@@ -677,10 +684,21 @@ class Checkpointer:
         folder = self._folder(step)
         for _ in range(_TRIES):
             if not os.path.lexists(folder):
-                raise _GoneError(errno.ENOENT, "no such checkpoint", folder)
+                raise GoneError
             with contextlib.suppress(MovedError), Held(folder, step) as held:
                 return read(held)
         raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
+
+    def _missing(self, step: int) -> FileNotFoundError:
+        """Return the error for a step that does not exist, or was removed."""
+        newest = self._newest_first()
+        there = what_is_in(str(self.root))
+        if newest:
+            more = len(newest) - _STEPS_SHOWN
+            there = f"there are the steps {', '.join(map(str, newest[:_STEPS_SHOWN]))}"
+            there += f" and {more} more" if more > 0 else ""
+        words = f"no such checkpoint; {there}"
+        return FileNotFoundError(errno.ENOENT, words, self._folder(step))
 
     def _going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the steps that have a folder, newest first.
@@ -753,7 +771,7 @@ class Checkpointer:
     def _is_complete(self, step: int) -> bool:
         try:
             self._read(step, lambda held: None)
-        except (CheckpointError, _GoneError):
+        except (CheckpointError, GoneError):
             return False
         except OSError as error:
             if error.errno not in _LOST:
@@ -787,7 +805,11 @@ class Checkpointer:
             held.verify(progress)
             held.metadata()
 
-        self._read(_step_of(step), read)
+        step = _step_of(step)
+        try:
+            self._read(step, read)
+        except GoneError:
+            raise self._missing(step) from None
 
     @suggesting
     def remove(self, step: int) -> None:
@@ -819,7 +841,7 @@ class Checkpointer:
             if not os.path.lexists(folder):
                 if copied:
                     return
-                raise _GoneError(errno.ENOENT, "no such checkpoint", folder)
+                raise self._missing(step)
             self._writer.take()
             with exclusive(os.path.join(folder, MANIFEST)) as free:
                 if not free:

@@ -1,6 +1,6 @@
 """The errors of checkpoints."""
 
-__all__ = ["CheckpointError", "MovedError", "NoChecksumsError"]
+__all__ = ["CheckpointError", "GoneError", "MovedError", "NoChecksumsError"]
 
 
 class CheckpointError(Exception):
@@ -19,6 +19,10 @@ class CheckpointError(Exception):
     damaged
     >>> checkpointer.close()
     """
+
+
+class GoneError(Exception):
+    """A step does not exist; callers see a FileNotFoundError instead."""
 
 
 class MovedError(Exception):

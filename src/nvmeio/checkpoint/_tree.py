@@ -23,6 +23,8 @@ __all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of", "plain
 DEPTH_MAX = 100
 # About 3,010 digits; Python converts at most 4,300 between int and str by default.
 INTEGER_BITS_MAX = 10_000
+# How many names an error lists.
+NAMES_MAX = 10
 
 Key = str | int
 Path = tuple[Key, ...]
@@ -193,8 +195,26 @@ def decode(
     # A name below another wanted one was decoded with that one, and not marked as found.
     missing = [name for name in sorted(wanted.missing) if not _has(found, name)]
     if missing:
-        raise KeyError(f"the checkpoint has nothing named {', '.join(missing)}")
+        words = f"the checkpoint has nothing named {', '.join(missing)}"
+        raise KeyError(f"{words}; {_beside(decoder.value(tree, ()), missing[0])}")
     return found
+
+
+def _beside(state: Any, name: str) -> str:
+    """Say which names a state has where the given one is missing."""
+    above: list[str] = []
+    for part in name.split("/"):
+        keys = {name_of([key]): key for key in state} if isinstance(state, dict) else {}
+        if part not in keys:
+            break
+        above.append(part)
+        state = state[keys[part]]
+    where = "/".join(above) or "its state"
+    if not isinstance(state, dict):
+        return f"{where} is of type {type(state).__qualname__}, not a dict"
+    some = ", ".join(list(keys)[:NAMES_MAX]) or "nothing"
+    more = len(keys) - NAMES_MAX
+    return f"{where} has {some}" + (f" and {more} more" if more > 0 else "")
 
 
 def _has(found: Any, name: str) -> bool:
@@ -263,7 +283,10 @@ class _Decoder:
         if not isinstance(content, list):
             raise self._wrong(path, "is not a list")
         if wanted is not None:
-            raise KeyError(f"{path_of(path)} is a list; names cannot select its items")
+            raise KeyError(
+                f"{path_of(path)} is a list, and names cannot select its items; name the "
+                f"whole list, {name_of(path)!r}"
+            )
         return [each for _, each in self._chosen(enumerate(content), path, wanted)]
 
     def _chosen(

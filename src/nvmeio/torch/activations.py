@@ -9,9 +9,11 @@ import itertools
 import math
 import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -61,8 +63,9 @@ def save_on_disk(
     Returns
     -------
     context manager
-        Enter it once, for the forward pass of this thread.  The backward pass may run
-        inside it or later, in any thread.
+        Enter it for the forward pass of this thread.  The backward pass may run inside it
+        or later, in any thread.  It can be entered again, in the next step or in another
+        thread; each time it opens a new file.
 
     Raises
     ------
@@ -112,7 +115,26 @@ def save_on_disk(
     >>> loss.backward()
     """
     name = os.fsdecode(path_of(folder))
-    return _saving(name, size_of("min_bytes", min_bytes, 0), size_of("memory", memory, 0))
+    return _SavingOnDisk(
+        name, size_of("min_bytes", min_bytes, 0), size_of("memory", memory, 0)
+    )
+
+
+class _SavingOnDisk(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
+    """What ``save_on_disk()`` returns: enters ``_saving()`` as often as it is entered."""
+
+    def __init__(self, folder: str, min_bytes: int, memory: int) -> None:
+        self._options = folder, min_bytes, memory
+        # A stack for each thread, because the hooks of torch belong to a thread, too.
+        self._here = threading.local()
+
+    def __enter__(self) -> None:
+        context = _saving(*self._options)
+        context.__enter__()
+        self._here.entered = [*getattr(self._here, "entered", ()), context]
+
+    def __exit__(self, *error: Any) -> None:
+        self._here.entered.pop().__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -556,8 +556,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         begun = type(self.inner) is not torch.optim.Adagrad and bool(self.inner.state)
         if (left := self._store.left_unfinished()) and not begun:
             self._failed = (
-                f"a process ended half-way through an update in this folder, in {left}; "
-                "to start from the beginning, remove that file"
+                f"{left} was interrupted half-way (to start from the beginning, remove "
+                f"{self._store.unfinished} and call offload() again)"
             )
         self._others = dict(self.inner.state)
         self._plan()
@@ -814,7 +814,13 @@ class _States(Mapping[torch.Tensor, State]):
             if param in self._optimizer._pieces:
                 # As in torch, for a parameter that was never updated.
                 return {}
-            raise KeyError(param)
+            what = type(param).__qualname__
+            if isinstance(param, torch.Tensor):
+                what = f"tensor of shape {tuple(param.shape)}"
+            raise KeyError(
+                f"a {what} is no parameter of this optimizer, which has "
+                f"{len(self._optimizer._pieces)}"
+            )
         return self._optimizer._load(param)
 
     def __setitem__(self, param: torch.Tensor, state: State) -> None:
@@ -874,7 +880,10 @@ class StateItems(DeferredState):
         def deferred(name: str) -> Deferred:
             def load() -> torch.Tensor:
                 self._require_same()
-                return self._optimizer._store.load(pieces, [name])[name]
+                found = self._optimizer._store.load(pieces, [name])[name]
+                # A step of another thread may have begun during the read.
+                self._require_same()
+                return found
 
             return Deferred(
                 pieces[0].layouts[name].dtype, tuple(param.shape), param.nbytes, load
@@ -887,7 +896,8 @@ class StateItems(DeferredState):
         self._optimizer._require_usable()
         if self._optimizer._changes != self._changes:
             raise RuntimeError(
-                "the states have changed since state_items(); save before the next step"
+                "the states have changed since state_items(); wait until they are saved "
+                "before the next step: with save_async(stage=False), for `staged`"
             )
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

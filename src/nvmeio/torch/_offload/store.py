@@ -59,7 +59,7 @@ class Store:
             self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
         )
         self._lock.take()
-        self._unfinished = os.path.join(self.folder, "unfinished-step")
+        self.unfinished = os.path.join(self.folder, "unfinished-step")
         # Its name between steps.  It is renamed, not created, so that a full drive does not
         # prevent it.
         self._finished = os.path.join(self.folder, ".nvmeio-offload-step")
@@ -87,8 +87,8 @@ class Store:
 
     def left_unfinished(self) -> str:
         """Return the note that a killed process left about an unfinished step, or ""."""
-        with contextlib.suppress(FileNotFoundError), open(self._unfinished) as file:
-            return f"{file.read(200).strip()} ({self._unfinished})"
+        with contextlib.suppress(FileNotFoundError), open(self.unfinished) as file:
+            return file.read(200).strip()
         return ""
 
     def begin(self, words: str) -> None:
@@ -96,13 +96,13 @@ class Store:
         # Raises if the lock was lost, because then the folder may have another user.
         self._lock.take()
         self._write(f"{words} of process {os.getpid()} on {socket.gethostname()}")
-        with naming(self._unfinished):
-            os.rename(self._finished, self._unfinished)
+        with naming(self.unfinished):
+            os.rename(self._finished, self.unfinished)
 
     def end(self) -> None:
         """Remove the note."""
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._unfinished, self._finished)
+            os.rename(self.unfinished, self._finished)
 
     def _write(self, words: str) -> None:
         """Overwrite the note's text, padded to a fixed size so that it never grows."""
