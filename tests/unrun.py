@@ -10,6 +10,8 @@ from importlib.metadata import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from helpers import kernel_release
 from seccomp_profiles import container_report, docker_profile
 
@@ -88,14 +90,6 @@ def fetches_what_it_names(command, shown):
     assert f" {name} > " in shown
 
 
-def is_tried_by_the_launcher(command, shown):
-    """Check that a test starts DeepSpeed's launcher with the same variable."""
-    name, _, value = command.split()[0].partition("=")
-    source = (ROOT / "tests/deepspeed/test_environment.py").read_text(encoding="utf-8")
-    assert f'ON = {{"{name}": "{value}"}}' in source
-    assert "def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(" in source
-
-
 def is_read_by_the_build(command, shown):
     """Check that setup.py reads the variable."""
     name = command.partition("=")[0]
@@ -109,6 +103,15 @@ def asks_for_known_faults(command, shown):
     for word in words.split(","):
         name = re.split("[=@]", word)[0]
         assert f'"{name}="' in source or f'.name = "{name}"' in source, name
+
+
+def is_read_by_fsspec(command, shown):
+    """Check that fsspec takes the endpoint from the variable."""
+    config = pytest.importorskip("fsspec.config")
+    shell = dict(word.split("=", 1) for word in command.split() if word[0].isupper())
+    conf = {}
+    config.set_conf_env(conf, shell)
+    assert conf == {"s3": {"endpoint_url": "https://s3.example.com"}}
 
 
 JQ = "jq may be missing; test_docs_containers.py runs the command where it is installed"
@@ -135,8 +138,9 @@ UNRUN = {
     "NVMEIO_FAULTS='seed=7,short=50,eio@3,log=faults.bin' python train.py": Unrun(
         "the script is the reader's", asks_for_known_faults
     ),
-    "NVMEIO_DEEPSPEED=1 deepspeed train.py --deepspeed_config ds_config.json": Unrun(
-        "the script is the reader's", is_tried_by_the_launcher
+    "FSSPEC_S3_ENDPOINT_URL=https://s3.example.com AWS_ACCESS_KEY_ID=me "
+    "AWS_SECRET_ACCESS_KEY=secret python train.py": Unrun(
+        "tests have no object store", is_read_by_fsspec
     ),
     "sysctl -w kernel.io_uring_disabled=0": Unrun(FOR_ALL, names_a_sysctl),
     "sysctl -w fs.aio-max-nr=1048576": Unrun(FOR_ALL, names_a_sysctl),

@@ -542,7 +542,7 @@ class Checkpointer:
             The step to read; by default the newest complete one.
         into : dict, list, ..., optional
             A state with tensors and arrays to fill.  Each must have the path, dtype and
-            shape of the saved one.  It may have more entries than the checkpoint.
+            shape of the saved one.  Entries that the checkpoint lacks stay as they are.
         names : collection of str, optional
             The parts of the state to read, such as ``["model", "optimizer/state/0"]``: the
             keys of nested dicts, joined by slashes.  By default everything is read.
