@@ -118,7 +118,8 @@ def slow_default(default_engine, monkeypatch):
     for name, value in SLOW.items():
         monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
     nvmeio.default_handle().close()
-    return nvmeio.default_handle()
+    with nvmeio.default_handle() as handle:
+        yield handle
 
 
 @pytest.fixture
