@@ -4,6 +4,7 @@ The list is unrun.py, with the reasons; its commands are checked as far as possi
 """
 
 import configparser
+import json
 import re
 from pathlib import Path
 
@@ -48,6 +49,7 @@ PARSERS = {
     "c": None,
     "cython": None,
     "ini": lambda text: configparser.ConfigParser().read_string(text),
+    "json": json.loads,
     "python": lambda text: compile(text, "page", "exec"),
     "text": lambda text: all(len(line.split()) == 4 for line in text.splitlines()),
     "yaml": yaml.safe_load,
