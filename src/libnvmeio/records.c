@@ -125,8 +125,10 @@ static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
     if (size > INT64_MAX - offset)
         return -EOVERFLOW;
     if ((uint64_t)place > gather->size ||
-        (uint64_t)size > gather->size - (uint64_t)place)
+        (uint64_t)size > gather->size - (uint64_t)place || size > INT64_MAX - place)
         return -EFAULT;
+    if (size > 0 && place == 0 && !gather->address && gather->size == SIZE_MAX)
+        return -EFAULT; /* `places` are addresses, and this one is NULL */
     if (size > 0 && offset + size > file_size)
         return -ENODATA;
     return 0;

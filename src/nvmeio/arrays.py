@@ -600,16 +600,23 @@ class ArrayFile(Unread):
     async def _appending(self, calls: Calls, values: Any) -> None:
         """Append rows, as ``append`` does."""
         rows = await calls.call(self._rows_to_append, values)
+        append = partial(self._append_rows, rows)
         with naming(self.path):
-            async with calls.entered(FileLock(self._file)) as lock:
-                await calls.acquired(lock.wait, lock.attempt)
-                await calls.call(self._append_locked, rows, lock.descriptor)
+            await calls.locked(append, partial(append, waits=False))
 
     def _rows_to_append(self, values: Any) -> Array:
         """Convert values to rows of the array."""
         self._check_writable()
         self._axes()
         return self._elements.rows(values, self._shape)
+
+    def _append_rows(self, rows: Array, *, waits: bool = True) -> bool:
+        """Append rows; or return False if another has the lock, and this must not wait."""
+        with FileLock(self._file) as lock:
+            if not lock.take(waits=waits):
+                return False
+            self._append_locked(rows, lock.descriptor)
+            return True
 
     def _append_locked(self, rows: Array, descriptor: int) -> None:
         """Append rows to the array that the file has now, while its lock is held."""

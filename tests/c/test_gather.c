@@ -322,6 +322,13 @@ static void test_refusals(const char *path, const char *engine)
     what.size = SIZE_MAX;
     what.places = NULL;
     CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) < 0);
+    /* Nor is NULL an address, or memory that would end beyond all addresses. */
+    what.places = plan.places;
+    for (size_t i = 0; i < 2; i++) {
+        plan.places[0] = i ? INT64_MAX - 63 : 0;
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EFAULT);
+        CHECK(offender == 0);
+    }
     CHECK(blocks_of(handle) == 0);
     guarded_free(&memory);
     nvmeio_file_release(file);

@@ -44,10 +44,12 @@ class Calls(Protocol):
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         """Enter and leave a context, both as ``call`` does."""
 
-    async def acquired(
-        self, wait: Callable[[], None], attempt: Callable[[], bool], /
-    ) -> None:
-        """Take a lock by one of two functions: `wait` blocks, `attempt` returns success."""
+    async def locked(self, wait: Callable[[], Any], attempt: Callable[[], bool], /) -> None:
+        """Do what needs a lock: `wait` waits for it, `attempt` returns whether it got it.
+
+        Either takes and releases the lock itself, because a thread that waits for it may be
+        the one in which this coroutine would go on.
+        """
 
 
 class Blocking:
@@ -64,9 +66,7 @@ class Blocking:
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         return _EnteredHere(context)
 
-    async def acquired(
-        self, wait: Callable[[], None], attempt: Callable[[], bool], /
-    ) -> None:
+    async def locked(self, wait: Callable[[], Any], attempt: Callable[[], bool], /) -> None:
         wait()
 
 

@@ -279,9 +279,7 @@ class Awaiting:
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
         return _EnteredElsewhere(self, context)
 
-    async def acquired(
-        self, wait: Callable[[], None], attempt: Callable[[], bool], /
-    ) -> None:
+    async def locked(self, wait: Callable[[], Any], attempt: Callable[[], bool], /) -> None:
         """Try again and again: a cancelled task need not wait, nor is a thread held."""
         delay = LOCK_DELAY_MIN_S
         while not await self.call(attempt):

@@ -112,14 +112,10 @@ class FileLock:
         in_child_close(self)
         return self
 
-    def wait(self) -> None:
-        """Wait for the lock."""
-        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-
-    def attempt(self) -> bool:
-        """Take the lock, or return False if another has it."""
+    def take(self, *, waits: bool) -> bool:
+        """Take the lock; return False if another has it, and this does not wait."""
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
         return True
