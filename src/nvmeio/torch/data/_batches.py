@@ -291,7 +291,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         while isinstance(dataset, Subset):
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
-        return self._stored._rows(indices)
+        return self._stored._batch_rows(indices)
 
     # The place of an iteration.
 
