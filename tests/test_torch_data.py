@@ -642,6 +642,7 @@ class TestBatchStream:
         assert_equal(torch.cat(list(stream)), torch.from_numpy(rows))
         shuffled = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 25, True))
         assert [len(batch) for batch in shuffled] == [25] * 4
+        assert repr(stream) == f"<nvmeio.torch.BatchStream of {dataset!r}, depth=2>"
 
     @pytest.mark.parametrize("kind", ["stream", "loader"])
     def test_ranks_share_the_rows(self, labels, kind):
