@@ -201,6 +201,17 @@ class TestArrayDataset:
             ):
                 dataset[wrong]
 
+    @pytest.mark.parametrize("indices", [3, torch.tensor(3), [[0, 1]]], ids=repr)
+    def test_indices_of_a_batch_must_be_of_one_axis(self, file, tmp_path, indices):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+        tokens = TokenDataset(tmp_path / "tokens.bin", 8, np.uint16)
+        for dataset in (ArrayDataset(file), tokens):
+            with pytest.raises(ValueError, match=r"shape \(.*\); .* must be of one axis"):
+                dataset.__getitems__(indices)
+        # A tensor of indices yields tensors of no axis.
+        with pytest.raises(ValueError, match=r"index is of shape \(\); that of a batch"):
+            next(iter(BatchStream(tokens, torch.arange(5))))
+
     @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
     def test_dtypes_that_tensors_lack_are_refused(self, tmp_path, dtype):
         nvmeio.save(tmp_path / "array.npy", np.zeros(3, dtype))
@@ -631,6 +642,7 @@ class TestBatchStream:
         assert_equal(torch.cat(list(stream)), torch.from_numpy(rows))
         shuffled = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 25, True))
         assert [len(batch) for batch in shuffled] == [25] * 4
+        assert repr(stream) == f"<nvmeio.torch.BatchStream of {dataset!r}, depth=2>"
 
     @pytest.mark.parametrize("kind", ["stream", "loader"])
     def test_ranks_share_the_rows(self, labels, kind):

@@ -232,7 +232,7 @@ class TestIndex:
             ("format", "csv", "is of format 'csv'"),
             ("samples", 1.0, "has samples 1.0, not of type int"),
             ("samples", True, "has samples True"),
-            ("samples", -1, "has -1 samples"),
+            ("samples", -1, "has -1 samples; it must be 0 or more"),
             ("samples", 10**30, "has 1000000000000000000000000000000 samples, too many"),
             ("column_names", ["a", "a"], "has the columns"),
             ("column_names", ["a"], "has the columns"),

@@ -137,6 +137,9 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         # What the data are, once it was asked.
         self._found: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        return f"<nvmeio.torch.BatchStream of {self.dataset!r}, depth={self.depth}>"
+
     def __len__(self) -> int:
         if not isinstance(self.batch_sampler, Sized):
             raise TypeError("the batch sampler has no length")
@@ -291,7 +294,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         while isinstance(dataset, Subset):
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
-        return self._stored._rows(indices)
+        return self._stored._batch_rows(indices)
 
     # The place of an iteration.
 

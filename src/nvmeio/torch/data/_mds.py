@@ -251,7 +251,9 @@ def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
     found = os.stat(path).st_size
     if size != found:
         raise ValueError(f"has {size} bytes, and {path!r} has {found}: it is incomplete")
-    if samples < 0 or 4 * (samples + 2) > size:
+    if samples < 0:
+        raise ValueError(f"has {samples} samples; it must be 0 or more")
+    if 4 * (samples + 2) > size:
         raise ValueError(f"has {samples} samples, too many for {size} bytes")
     return _Shard(path, samples, size, _columns(shard, allow_pickle))
 

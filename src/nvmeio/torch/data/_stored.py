@@ -237,6 +237,15 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             raise IndexError(f"the dataset is empty: {self._why_empty()}")
         return positions(indices, count, "index")
 
+    def _batch_rows(self, indices: Any) -> Positions:
+        """Check the positions of the samples of a batch."""
+        rows = self._rows(indices)
+        if rows.ndim != 1:
+            raise ValueError(
+                f"index is of shape {rows.shape}; that of a batch must be of one axis"
+            )
+        return rows
+
     def _sample(self, parts: Sequence[torch.Tensor]) -> Any:
         """Return one sample, with the transform applied."""
         found = parts[0] if self._is_plain() else tuple(parts)
@@ -274,7 +283,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def __getitems__(self, indices: Any) -> list[Any]:
         """Read the samples of a batch at once; torch's DataLoader calls this."""
-        return self._samples(self._read(self._rows(indices)))
+        return self._samples(self._read(self._batch_rows(indices)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own files.  One that is not started by this one may be on

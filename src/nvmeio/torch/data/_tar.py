@@ -52,10 +52,11 @@ class TarDataset(RecordDataset):
     Notes
     -----
     Sample ``i`` is what WebDataset yields for it without a decoder: a dict with
-    ``__key__``, ``__url__`` (the path) and the ``bytes`` of each file, by its extension.
-    The samples are in the order of the archives.  As in WebDataset, files that follow each
-    other and have the same name up to the first dot are one sample; links, files without an
-    extension and ``__*__`` are left out.
+    ``__key__``, ``__url__`` and the ``bytes`` of each file, by its extension.  ``__url__``
+    is the absolute path; WebDataset has the path as it was given.  The samples are in the
+    order of the archives.  As in WebDataset, files that follow each other and have the same
+    name up to the first dot are one sample; links, files without an extension and ``__*__``
+    are left out.
 
     To make an index, all headers of an archive are read; large files are skipped.  A saved
     index is used as long as the archive has the same size and modification time, and was

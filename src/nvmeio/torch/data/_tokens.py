@@ -59,10 +59,9 @@ class TokenDataset(Stored):
     TypeError
         The tokens are not integers, or an argument is of the wrong type.
     ValueError
-        A file is not an array with one axis, see ``ArrayFile``; ``dtype``, ``offset`` or
-        the size of a file contradicts its header; ``block_size`` or ``stride`` is out of
-        range; `paths` is empty; or ``dtype`` or ``offset`` is given for an ArrayFile, which
-        has its own.
+        A file is not an array with one axis, see ``ArrayFile``; ``dtype`` or the size of a
+        file contradicts its header; ``block_size`` or ``stride`` is out of range; ``paths``
+        is empty; or ``dtype`` or ``offset`` is given for an ArrayFile, which has its own.
 
     Notes
     -----
@@ -77,8 +76,10 @@ class TokenDataset(Stored):
     short.  A batch is one gather per shard that it needs, all in flight at once.
 
     The header of a shard of llm.c or modded-nanogpt is recognized and skipped; it has the
-    dtype and the number of tokens, which must match the file's size.  At most 128 files
-    stay open, those that were used last.  All else is as in ``ArrayDataset``.
+    dtype and the number of tokens, which must match the file's size.  With an ``offset``
+    other than 0 and the header's 1024 bytes, the file is read as raw bytes from there on,
+    without a check.  At most 128 files stay open, those that were used last.  All else is
+    as in ``ArrayDataset``.
 
     Examples
     --------
