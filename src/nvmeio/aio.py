@@ -1,9 +1,10 @@
 """Coroutine functions for asyncio.
 
-``load``, ``save``, ``read_file``, ``read_into`` and ``write_file`` have the arguments of the
-functions of nvmeio that block.  For an ``ArrayFile`` there are ``getitem`` and ``setitem``
-(named as in the ``operator`` module), ``append`` and ``flush``.  Requests need none, because
-they can be awaited: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
+``load``, ``save``, ``read_file``, ``read_into`` and ``write_file`` have the arguments of
+the functions of nvmeio that block.  For an ``ArrayFile`` there are ``getitem`` and
+``setitem`` (named as in the ``operator`` module), ``append`` and ``flush``.  Requests need
+none, because they can be awaited: ``await handle.submit_read(...)``,
+``await array.prefetch(...)``.
 
 Data are transferred by requests: an eventfd wakes the event loop, and no thread waits.
 Short calls that may block run in the loop's default executor, which is one pool of threads
