@@ -161,7 +161,35 @@ def test_a_checkpoint_of_torch_is_listed_by_its_metadata(tmp_path, writer):
     assert "has no checksums that nvmeio could compare" in found.err
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02}.", b"\x80\x02K\x01."])
+def metadata_of(name=b"Vw\n", size=b")", properties=b"(Vtorch.float32\nt"):
+    """Return a pickle that describes one tensor; the arguments are pickled already."""
+
+    def made(state):
+        return b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81" + state + b"b"
+
+    tensor = made(b"}(Vsize\n" + size + b"Vproperties\n" + made(properties) + b"u")
+    tensors = b"}(" + name + tensor + b"u"
+    state = b"}(Vstorage_data\nNVstate_dict_metadata\n" + tensors + b"u"
+    return b"\x80\x02" + made(state) + b"."
+
+
+def test_metadata_of_one_tensor_is_listed(tmp_path):
+    (tmp_path / ".metadata").write_bytes(metadata_of())
+    assert nvmeio("inspect", tmp_path).status == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x02}.",
+        b"\x80\x02K\x01.",
+        metadata_of(name=b"K\x01"),
+        metadata_of(size=b"(I" + b"9" * 400 + b"\nt"),
+        metadata_of(properties=b")"),
+    ],
+    ids=["empty", "cut", "number", "name", "size", "dtype"],
+)
 def test_metadata_that_describes_no_checkpoint_is_refused(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     found = nvmeio("inspect", tmp_path)

@@ -115,7 +115,7 @@ def _distributed(path: str) -> dict[str, Any]:
         content = loaded(stream.read(), file, MetadataReader)
     try:
         return _described(content.state)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise CommandError(
             f"{file}: it is not the metadata of a checkpoint, or of an unknown version"
         ) from None
@@ -139,5 +139,8 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
         nbytes = math.prod(shape) * SIZES.get(dtype, 1)
         one = {"name": name, "dtype": dtype, "shape": shape, "bytes": nbytes}
         tensors.append({**one, "files": held})
+    for each in (*tensors, *values):
+        if not isinstance(each["name"], str) or not 0 <= each["bytes"] < 2**63:
+            raise ValueError(each)
     kind = "torch.distributed.checkpoint"
     return {"format": kind, "metadata": None, "tensors": tensors, "values": values}
