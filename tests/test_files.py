@@ -130,7 +130,9 @@ class TestPartOfAFile:
     @pytest.mark.parametrize(("offset", "size"), [(9, None), (9, 0), (5, 4), (0, 1 << 50)])
     def test_a_part_beyond_the_end_is_an_error(self, path, offset, size):
         path.write_bytes(b"12345678")
-        with pytest.raises(OSError, match="beyond the end of the file, 8") as caught:
+        wanted = f"offset {offset}" + (f" plus size {size}" if size else "")
+        words = f"{wanted} is beyond the end of the file, 8"
+        with pytest.raises(OSError, match=words) as caught:
             nvmeio.read_file(path, offset, size)
         assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
 

@@ -129,7 +129,7 @@ def _count_bytes(
 ) -> int:
     """Return how many bytes to read of a file that ends at `end`."""
     if offset + (size or 0) > end:
-        wanted = f"{size} bytes at offset {offset}" if size else f"offset {offset}"
+        wanted = f"offset {offset} plus size {size}" if size else f"offset {offset}"
         raise OSError(
             errno.ENODATA, f"{wanted} is beyond the end of the file, {end}", file.path
         )
@@ -140,7 +140,7 @@ def _count_bytes(
         name = "the rest of the file" if size is None else "size"
         raise ValueError(
             f"{name} is {count} bytes; it must be a multiple of {element.itemsize}, the "
-            f"size of a {element}"
+            f"size of {element}"
         )
     return count
 
