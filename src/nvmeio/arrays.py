@@ -125,8 +125,7 @@ class ArrayFile(Unread):
     while it waits.  Pickling stores the path; the copy opens the file again.  Forked
     children can use it.
 
-    Opening raw bytes whose shape depends on the size of the file waits while another holds
-    the file's lock (flock), as an append does.
+    Opening raw bytes waits while another holds the file's lock (flock), as an append does.
 
     Indexing accepts what numpy accepts, and the result has the values, shape and dtype of
     ``numpy.load(path)[index]``, in new memory.  Nothing is cached between calls.  Adjacent
