@@ -405,6 +405,10 @@ class Checkpointer:
         -----
         At most one save is in progress.  The engine moves its bytes, while its Python
         thread sleeps or computes checksums, without the GIL.  Python's exit waits for it.
+
+        The copy has everything, also the states in ``state_items()`` of an offloaded
+        optimizer.  With ``stage=False`` they are read from the drive one by one; a step
+        before `staged` is done makes the save fail.
         """
         stage = flag("stage", stage)
         with self._alone():
