@@ -269,6 +269,27 @@ class TestPageCache:
             assert np.array_equal(read, taken(offsets, sizes))
         assert blocks in found
 
+    def test_an_uncached_neighbour_of_a_cached_record_comes_from_the_device(
+        self, open_handle, on_disk
+    ):
+        """The first two records are merged at first, and the third adjoins the second."""
+        handle, found = open_handle(block_size=64 << 10), []
+        offsets = np.array([100, 11 * PAGE, 11 * PAGE + 1000])
+        sizes, places = (
+            np.array([10 * PAGE, 1000, 8 * PAGE]),
+            [0, 20 * PAGE, 20 * PAGE + 1000],
+        )
+        out = nvmeio.empty(28 * PAGE + 1000, np.uint8)
+        # At any moment another process may read, or the kernel drop, a page.
+        for _ in range(5):
+            warm_pages(on_disk, range(12))
+            before = routes(handle)
+            handle.gather(on_disk, offsets, sizes, out, out_offsets=places)
+            found.append((routes(handle) - before)["buffered"])
+            read = np.concatenate([out[: 10 * PAGE], out[20 * PAGE :]])
+            assert np.array_equal(read, taken(offsets, sizes))
+        assert 10 * PAGE + 1000 in found
+
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):
         handle = open_handle(direct=True) if way == "the handle" else open_handle()

@@ -289,8 +289,6 @@ static bool mergeable(const struct nvmeio_records *records,
 
     if (cover > limits->merged_bytes)
         return false;
-    if (record->cached != cached)
-        return false;
     if (extent->home && is_alone(limits, cached, extent->offset, extent_end(extent)))
         return false;
     if (is_alone(limits, cached, record->offset, end_of(record)))
@@ -317,6 +315,8 @@ static bool take(const struct nvmeio_records *records,
             record->place != extent->home + (record->offset - extent->offset);
         return true;
     }
+    if (record->cached != records->list[extent->first].cached)
+        return false;
     if (extent->home && !extent->copied && record->offset == extent_end(extent) &&
         record->place == extent->home + extent->size) {
         extent->size += record->size;
