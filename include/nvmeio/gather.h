@@ -17,7 +17,7 @@ struct nvmeio_gather {
     enum nvmeio_op op;        /* NVMEIO_OP_READ gathers, NVMEIO_OP_WRITE scatters */
     struct nvmeio_file *file; /* the request takes a reference of its own */
     void *address;            /* lent until the request is done */
-    size_t size;              /* of that memory; see `places` */
+    size_t size;              /* of that memory; see nvmeio_submit_gather() */
     size_t count;             /* of records */
     const int64_t *offsets;   /* in the file; the arrays need only exist for the call */
     const int64_t *sizes;     /* of each record, or with `one_size` one for all */

@@ -289,10 +289,12 @@ static bool has_small_pages(const struct nvmeio_request *request,
                             const struct nvmeio_gather *gather,
                             const struct nvmeio_records *records)
 {
-    const void *address = gather->address;
-    size_t size = address ? gather->size : 0;
+    const void *address = NULL;
+    size_t size = 0;
 
-    for (size_t i = 0; !gather->address && i < records->count; i++) {
+    if (!nvmeio_gather_is_by_address(gather))
+        return nvmeio_request_has_small_pages(request, gather->address, gather->size);
+    for (size_t i = 0; i < records->count; i++) {
         if (records->list[i].size > size) {
             address = records->list[i].place;
             size = records->list[i].size;

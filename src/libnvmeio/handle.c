@@ -337,12 +337,11 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
                          const struct nvmeio_gather *gather,
                          struct nvmeio_request **result, size_t *offender)
 {
-    bool by_address = !gather->address && gather->size == SIZE_MAX && gather->places;
     const struct nvmeio_transfer whole = {
         .op = gather->op,
         .file = gather->file,
         .address = gather->address,
-        .size = by_address ? 0 : gather->size,
+        .size = nvmeio_gather_is_by_address(gather) ? 0 : gather->size,
     };
     int64_t size = INT64_MAX;
     int error = gather->op == NVMEIO_OP_FSYNC ? -EINVAL : nvmeio_transfer_check(&whole);

@@ -127,8 +127,8 @@ static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
     if ((uint64_t)place > gather->size ||
         (uint64_t)size > gather->size - (uint64_t)place || size > INT64_MAX - place)
         return -EFAULT;
-    if (size > 0 && place == 0 && !gather->address && gather->size == SIZE_MAX)
-        return -EFAULT; /* `places` are addresses, and this one is NULL */
+    if (size > 0 && place == 0 && nvmeio_gather_is_by_address(gather))
+        return -EFAULT;
     if (size > 0 && offset + size > file_size)
         return -ENODATA;
     return 0;

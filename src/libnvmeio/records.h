@@ -60,6 +60,12 @@ struct nvmeio_extent_limits {
     size_t merged_bytes; /* the largest extent that uses one bounce; 0: none does */
 };
 
+/* Whether the places of a gather are addresses, because it lends no memory besides. */
+static inline bool nvmeio_gather_is_by_address(const struct nvmeio_gather *gather)
+{
+    return !gather->address && gather->size == SIZE_MAX && gather->places;
+}
+
 /* Copy, check and sort the records of a gather. The caller frees the result. Returns
  * NULL, with *error and *offender as for nvmeio_submit_gather(), if a record is invalid
  * or memory ran out. file_size is where reads must end; INT64_MAX if that is not
