@@ -20,6 +20,7 @@ from helpers import MIB, PAGE, left_open, limit
 from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
+from nvmeio._files import locks
 
 # A handle with its own write() simulates a drive that fails.
 Handle = nvmeio.Handle
@@ -479,6 +480,30 @@ class TestOthers:
                 done.set()
                 reading.result()
         assert lengths
+
+    def test_a_child_forked_right_after_the_open_does_not_keep_the_lock(
+        self, path, monkeypatch
+    ):
+        """The child lives on, and does not know the descriptor that it has."""
+        read_end, write_end = os.pipe()
+        children, register = [], locks.in_child_close
+
+        def forking(lock):
+            children.append(in_child(os.read, read_end, 1))
+            register(lock)
+
+        with ArrayFile.create(path, (0, PAGE), "u1") as array:
+            monkeypatch.setattr(locks, "in_child_close", forking)
+            array.append(np.ones((1, PAGE)))
+            monkeypatch.undo()
+            try:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.write(write_end, b"x")
+        assert [os.waitpid(child, 0)[1] for child in children] == [0]
+        os.close(read_end)
+        os.close(write_end)
 
     @pytest.mark.parametrize("call", ["open", "refresh"])
     def test_a_reader_of_raw_bytes_waits_for_an_append(self, path, monkeypatch, call):

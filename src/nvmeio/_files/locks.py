@@ -127,6 +127,9 @@ class FileLock:
             close_quietly(descriptor)
 
     def __exit__(self, *_: object) -> None:
+        # Not only by closing: a child may have been forked before in_child_close().
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()
 
 
