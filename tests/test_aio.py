@@ -76,6 +76,23 @@ class Gate(ThreadPoolExecutor):
         return function(*args)
 
 
+async def cancelled_at(gate, task):
+    """Cancel a task twice in the held call, which it waits for; False if it ends before."""
+    while not (gate.reached.is_set() or task.done()):
+        await asyncio.sleep(0)
+    if task.done():
+        await task
+        return False
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return True
+
+
 def in_use():
     """Return the resources that a call must release: descriptors, memory of the pool."""
     gc.collect()
@@ -439,18 +456,8 @@ class TestCancelling:
             path.write_bytes(OLD)
             call, new = call_of(way, path)
             task = asyncio.create_task(call)
-            while not (gate.reached.is_set() or task.done()):
-                await asyncio.sleep(0)
-            if task.done():
-                await task
+            if not await cancelled_at(gate, task):
                 return path.read_bytes(), new, gate.count
-            for _ in range(2):
-                task.cancel()
-                await asyncio.sleep(0)
-                assert not task.done()
-            gate.opened.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
             assert default_engine_is_idle()
             return path.read_bytes(), new, None
 
@@ -506,15 +513,7 @@ class TestCancelledAppends:
             with nvmeio.ArrayFile.create(name, (0, 4), "f8") as array:
                 before = descriptors_below(tmp_path)
                 task = asyncio.create_task(aio.append(array, np.ones((2, 4))))
-                while not gate.reached.is_set():
-                    await asyncio.sleep(0)
-                for _ in range(2):
-                    task.cancel()
-                    await asyncio.sleep(0)
-                    assert not task.done()
-                gate.opened.set()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
+                assert await cancelled_at(gate, task)
                 assert descriptors_below(tmp_path) == before
                 assert array.shape == np.load(name).shape
                 return len(array)

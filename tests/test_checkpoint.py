@@ -625,10 +625,10 @@ class TestAsync:
                 submitted = slow_default.stats()["requests"]
                 future = checkpointer.save_async(1, state_of(1), stage=False)
                 while slow_default.stats()["requests"] == submitted:
-                    time.sleep(0)
+                    time.sleep(0.001)
                 # A thread that kept the GIL would let this one go on only after its save.
                 for _ in range(100):
-                    time.sleep(0)
+                    time.sleep(0.001)
                 assert not future.done()
             future.result()
             assert same(checkpointer.restore(), state_of(1))

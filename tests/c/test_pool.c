@@ -242,7 +242,7 @@ static void test_memory_that_cannot_be_populated_is_an_error(void)
     CHECK(atomic_load(&populate_refusals) == refusals_before + 1);
     struct nvmeio_pool_stats after = get_stats();
     CHECK(memcmp(&before, &after, sizeof(before)) == 0);
-    /* The memory that was mapped for it is unmapped. */
+    /* Nothing stays mapped for it. */
     CHECK(msync(atomic_load(&populated), 4096, MS_ASYNC) == -1 && errno == ENOMEM);
 }
 
