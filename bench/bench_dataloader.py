@@ -1,5 +1,7 @@
 """Compares samples a second through torch's DataLoader, each format beside its own reader.
 
+A BatchStream is compared with the reader through a DataLoader, both without workers.
+
 Reads random samples of files that are in the page cache (warm) or not (cold), without and
 with workers, and measures the memory that each takes.  bench/README.md explains the tables.
 """
@@ -87,7 +89,8 @@ def streaming(form: Format) -> Loading:
     def load() -> nvmeio.torch.BatchStream:
         dataset = form.datasets[0](form.count)
         sampler = RandomSampler(dataset, replacement=True, num_samples=form.count)
-        return nvmeio.torch.BatchStream(dataset, BatchSampler(sampler, form.batch, False))
+        batches = BatchSampler(sampler, form.batch, False)
+        return nvmeio.torch.BatchStream(dataset, batches, collate_fn=form.collate)
 
     return load
 
@@ -157,9 +160,8 @@ def duels(found: Sequence[Format]) -> Iterator[Duel]:
         for name, make in form.peers:
             names, loads = (form.names[0], name), (ours, loading(form, make, 0))
             yield duel(form, names, "0 workers", loads, goal=form.cold)
-        if form.collate is None:
-            names = ("BatchStream", f"{form.names[1]}, 0 workers")
-            yield duel(form, names, "no DataLoader", (streaming(form), theirs))
+        names = ("BatchStream", f"{form.names[1]}, 0 workers")
+        yield duel(form, names, "no DataLoader", (streaming(form), theirs))
 
 
 def main() -> None:
