@@ -32,6 +32,16 @@ def test_every_index_selects_what_numpy_selects(case):
     assert_same(outcome(taken, array, index), expected)
 
 
+@pytest.mark.parametrize("step", [2**63, -(2**63) - 1])
+@pytest.mark.parametrize("shape", [(0, 0), (1, 3), (4, 2)])
+def test_a_step_that_is_not_taken_may_be_huge(shape, step):
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for index in (np.s_[::step], np.s_[:, ::step]):
+        assert_same(taken(array, index), array[index])
+        selection = select(index, shape)
+        assert len(selection.starts()) == selection.count
+
+
 # Indices of an array (4, 5, 6), and whether their elements are one extent.
 RUNS = {
     "all": (np.s_[:], 1, 120),

@@ -256,7 +256,8 @@ class _Walk:
         start, stop, step = item.indices(self._shape[self._axis])
         extent = len(range(start, stop, step))
         self.base += start * stride
-        self._axes.append(Axis(extent, step * stride))
+        # The step may be larger than any position if it is not taken.
+        self._axes.append(Axis(extent, (step if extent > 1 else 1) * stride))
         self._axis += 1
 
     def _take_integer(self, item: int) -> None:
