@@ -98,7 +98,9 @@ class InFlight:
         if not self.writes:
             return [{index} for index in range(len(records))]
         found, run, end = [set() for _ in records], set(), -1
-        for index in sorted(range(len(records)), key=lambda index: records[index][0]):
+        # Empty records are not written, and part no others.
+        filled = [index for index, (_, _, size) in enumerate(records) if size]
+        for index in sorted(filled, key=lambda index: records[index][0]):
             offset, _, size = records[index]
             if offset != end:
                 run = set()
