@@ -98,8 +98,11 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
     # All ranks have the same state, so rank 0 saves it and all of them read it.
     checkpointer = Checkpointer(folder / "checkpoints", keep=2)
     epoch = step = 0
-    if checkpointer.latest() is not None:
+    try:
         state = checkpointer.restore()
+    except FileNotFoundError:
+        pass  # The first start.  If there are only damaged steps, the error is another one.
+    else:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         stream.load_state_dict(state["stream"])

@@ -79,7 +79,7 @@ class TestSteps:
         with Checkpointer(root) as checkpointer:
             assert (checkpointer.latest(), checkpointer.steps()) == (None, [])
             assert (checkpointer.prune(), checkpointer.cleanup()) == ([], [])
-            with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+            with pytest.raises(FileNotFoundError, match="no checkpoint; there is no"):
                 checkpointer.restore()
             with pytest.raises(FileNotFoundError, match="; there is no such folder"):
                 checkpointer.restore(3)
@@ -237,6 +237,19 @@ class TestDamage:
         if change == "gone":
             checkpointer.save(2, state_of(3))
             assert same(checkpointer.restore(), state_of(3))
+
+    def test_damage_in_every_step_is_an_error_of_its_own(self, checkpointer, root):
+        """Many loops begin anew on FileNotFoundError; they must not do so over damage."""
+        for step in (1, 2):
+            flip(root / f"step-{step}" / "tree.json", 5)
+        for read in (checkpointer.restore, checkpointer.metadata):
+            words = f"^all 2 checkpoints in {root} cannot be read; step 2: .*step-2/tree"
+            with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=words):
+                read()
+        checkpointer.remove(2)
+        words = f"^the only checkpoint in {root} cannot be read; step 1: .*step-1/tree"
+        with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=words):
+            checkpointer.restore()
 
     @pytest.mark.parametrize("place", [0, 9, 500_000, -1])
     @pytest.mark.parametrize("name", ["tensors.safetensors", "tree.json"])

@@ -561,9 +561,9 @@ class Checkpointer:
         Raises
         ------
         FileNotFoundError
-            The step does not exist, or no step is complete.
+            The step does not exist, or there is no step.
         CheckpointError
-            The step is damaged; the message names the file.
+            The step is damaged, or every step is; the message names the file.
         KeyError
             The checkpoint has nothing under one of the `names`.
         TypeError, ValueError
@@ -640,7 +640,7 @@ class Checkpointer:
                 return step, self._read_or_copy(step, read, files)
             except GoneError:
                 raise self._missing(step) from None
-        passed_over = set()
+        passed_over: dict[int, Exception] = {}
         for each in self._going_down(self._copied()):
             try:
                 return each, self._read_or_copy(each, read, files)
@@ -655,8 +655,16 @@ class Checkpointer:
                 if each not in passed_over:
                     words = f"step {each} is skipped: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=4)
-                passed_over.add(each)
-        words = f"no complete checkpoint; {what_is_in(str(self.root))}"
+                passed_over.setdefault(each, error)
+        if passed_over:
+            # A caller that begins anew on FileNotFoundError must not do so here.
+            newest = max(passed_over)
+            damage = passed_over[newest]
+            count = len(passed_over)
+            which = f"all {count} checkpoints" if count > 1 else "the only checkpoint"
+            words = f"{which} in {self.root} cannot be read; step {newest}: {damage}"
+            raise CheckpointError(words) from damage
+        words = f"no checkpoint; {what_is_in(str(self.root))}"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
 
     def _read_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:

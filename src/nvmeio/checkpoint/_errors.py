@@ -20,6 +20,9 @@ class CheckpointError(Exception):
     >>> checkpointer.close()
     """
 
+    # Tracebacks show this public name.
+    __module__ = "nvmeio.checkpoint"
+
 
 class GoneError(Exception):
     """A step does not exist; callers see a FileNotFoundError instead."""

@@ -27,6 +27,9 @@ class SafetensorError(Exception):
     Error while deserializing header: header too small
     """
 
+    # Tracebacks show this public name.
+    __module__ = "nvmeio.safetensors"
+
     # The subclass that is raised; install() sets it.
     _raised: "type[SafetensorError] | None" = None
 
