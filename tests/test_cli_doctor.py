@@ -525,7 +525,7 @@ def test_an_engine_that_a_profile_chose_is_no_fault(tmp_path, healthy):
     assert re.search(rf"^profile +{file}: 512 KiB x 32, threads$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("profile", ["broken", "in no folder"])
+@pytest.mark.parametrize("profile", ["broken", "missing", "in no folder"])
 def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
     home, value = tmp_path / "home", "auto"
     folder = home / "nvmeio" / "profiles"
@@ -534,11 +534,15 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
         (folder / "some.json").write_text("{}")
     else:
         # NVMEIO_PROFILE=auto would fall back to the defaults.
-        home.touch()
         value = str(tmp_path)
+        if profile == "in no folder":
+            home.touch()
     env = {**os.environ, "NVMEIO_PROFILE": value, "XDG_CONFIG_HOME": str(home)}
     report = examine(tmp_path, env=env, status=1)
+    assert report["summary"].startswith("no handle can be opened here: ")
     assert str(folder) in report["summary"]
+    # A service has another home than the user who ran `nvmeio tune`.
+    assert ("or set XDG_CONFIG_HOME to" in report["summary"]) == (profile == "missing")
     assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]
 
 

@@ -69,6 +69,8 @@ class Report:
             return f"nvmeio works here, but slower than it could: {said}"
         if all(remedy.path for remedy in reasons):
             return f"{self.installed.engine} works here, but not with every path: {said}"
+        if self.installed.error:
+            return f"no handle can be opened here: {said}"
         return f"nothing fast works here: {said}"
 
     def as_json(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def profile_at(path: Path, named_by: str = "") -> Profile:
             errno.ENOENT,
             f"there is no profile of {device}, the device of {named_by}"
             f"{os.fsdecode(path)!r}; make one with `nvmeio tune DIR`, DIR being a folder "
-            "on it",
+            "on it, or set XDG_CONFIG_HOME to the ~/.config of the user who has one",
             str(profile_file(device.identity)),
         )
     return profile
