@@ -272,6 +272,34 @@ class TestDamage:
                 with pytest.raises(CheckpointError, match=words):
                     careful.restore(2, **options)
 
+    @pytest.mark.parametrize("found_by", ["restore", "verify"])
+    def test_known_damage_is_not_counted(self, root, found_by):
+        """Otherwise new saves are pruned in favour of damaged ones with higher numbers."""
+        with Checkpointer(root, keep=None) as saver:
+            for step in (1, 8, 9):
+                saver.save(step, state_of(step))
+        for step in (8, 9):
+            flip(root / f"step-{step}" / "tensors.safetensors", 2000)
+        with Checkpointer(root, verify="checksum", keep=2) as checkpointer:
+            if found_by == "restore":
+                with pytest.warns(RuntimeWarning, match="step [89] is skipped"):
+                    checkpointer.restore()
+            else:
+                for step in (8, 9):
+                    with pytest.raises(CheckpointError):
+                        checkpointer.verify(step)
+            assert (checkpointer.latest(), checkpointer.steps()) == (1, [1])
+            with warnings.catch_warnings():
+                # There is no warning about newer steps.
+                warnings.simplefilter("error")
+                for step in (2, 3):
+                    checkpointer.save(step, state_of(step))
+            assert checkpointer.steps() == [2, 3]
+            # Damaged ones stay, unless they are saved again.
+            assert all((root / f"step-{step}").is_dir() for step in (8, 9))
+            checkpointer.save(8, state_of(8))
+            assert checkpointer.steps() == [3, 8]
+
     def test_the_error_names_the_damaged_block(self, root):
         array = np.zeros(20 << 20, np.uint8)
         with Checkpointer(root) as checkpointer:
@@ -691,7 +719,8 @@ class TestSequence:
                 with pytest.warns(RuntimeWarning, match="step 2 is skipped") as told:
                     assert read() == found
                 assert [each.filename for each in told] == [__file__]
-            assert (checkpointer.restored, checkpointer.latest()) == (1, 2)
+            assert (checkpointer.restored, checkpointer.latest()) == (1, 1)
+            assert Checkpointer(root).latest() == 2
 
     def test_the_first_save_removes_leftovers_of_any_host(self, root):
         root.mkdir()

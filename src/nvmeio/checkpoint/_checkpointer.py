@@ -283,6 +283,8 @@ class Checkpointer:
             str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
         )
         self._closed = False
+        # The steps whose damage only their checksums show, with the identity of the folder.
+        self._damaged: dict[int, tuple[int, int]] = {}
         self._begin_anew()
         _all.add(self)
 
@@ -652,6 +654,7 @@ class Checkpointer:
             except (CheckpointError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in _LOST:
                     raise
+                self._remember_damage(each)
                 if each not in passed_over:
                     words = f"step {each} is skipped: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=4)
@@ -782,6 +785,8 @@ class Checkpointer:
 
     def _is_complete(self, step: int) -> bool:
         try:
+            if step in self._damaged and self._damaged[step] == self._identity(step):
+                return False
             self._read(step, lambda held: None)
         except (CheckpointError, GoneError):
             return False
@@ -790,6 +795,18 @@ class Checkpointer:
                 raise
             return False
         return True
+
+    def _remember_damage(self, step: int) -> None:
+        """Count a step as damaged until its folder is replaced."""
+        with contextlib.suppress(GoneError):
+            self._damaged[step] = self._identity(step)
+
+    def _identity(self, step: int) -> tuple[int, int]:
+        try:
+            found = os.lstat(self._folder(step))
+        except FileNotFoundError:
+            raise GoneError from None
+        return found.st_ino, found.st_ctime_ns
 
     @suggesting
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
@@ -820,8 +837,14 @@ class Checkpointer:
         step = _step_of(step)
         try:
             self._read(step, read)
+            self._damaged.pop(step, None)
         except GoneError:
             raise self._missing(step) from None
+        except NoChecksumsError:
+            raise
+        except CheckpointError:
+            self._remember_damage(step)
+            raise
 
     @suggesting
     def remove(self, step: int) -> None:
@@ -879,8 +902,9 @@ class Checkpointer:
 
         Notes
         -----
-        A step that is being read stays until the next call.  A step that is not complete
-        is not counted and stays; ``remove`` removes it.
+        A step that is being read stays until the next call.  A step that is not complete,
+        or that ``restore`` or ``verify`` found to be damaged, is not counted and stays;
+        ``remove`` removes it.
         """
         with self._alone():
             if self._last is not None:
