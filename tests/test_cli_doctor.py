@@ -57,6 +57,7 @@ SCHEMA = {
         "rings_fit": bool,
         "environment": {"*": str},
         "profile": (dict, types.NoneType),
+        "profiles": str,
     },
     "system": {
         "kernel": str,
@@ -398,7 +399,7 @@ def test_a_filter_that_refuses_every_fast_engine_is_reported(tmp_path, healthy):
     prefix = filtered(IO_URING_SETUP, IO_SETUP[platform.machine()])
     report = examine(tmp_path, prefix=prefix, status=1)
     assert report["verdict"] == "none"
-    assert report["summary"].startswith("nothing fast works here: ")
+    assert report["summary"].startswith("no fast engine is in use here: ")
     assert report["installation"]["engine"] == "threads"
     assert set(keys_of(report, "broken")) >= {"io_uring-seccomp"}
     # nvmeio still works.
@@ -546,6 +547,20 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
     assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]
 
 
+@pytest.mark.parametrize("home", ["home", "file"])
+def test_the_row_says_where_profiles_were_searched(tmp_path, home):
+    (tmp_path / "file").touch()
+    env = {
+        **os.environ,
+        "NVMEIO_PROFILE": "auto",
+        "XDG_CONFIG_HOME": str(tmp_path / home),
+    }
+    folder = tmp_path / home / "nvmeio" / "profiles"
+    said = f"0 in {folder}" if home == "home" else f"{folder}: Not a directory"
+    shown = run_nvmeio("doctor", tmp_path, env=env).out
+    assert f"none for NVMEIO_PROFILE=auto ({said}); `nvmeio tune DIR` makes one" in shown
+
+
 def test_a_missing_path_is_reported_beside_the_others(tmp_path):
     missing = tmp_path / "missing"
     report = examine(missing, tmp_path, status=1)
@@ -655,7 +670,8 @@ def test_a_report_begins_with_the_verdict_and_has_its_tables(tmp_path, engines):
     lines = found.out.splitlines()
     works = any(engines[name]["works"] for name in FAST)
     assert found.status == (0 if works else 1)
-    assert lines[0].startswith("nvmeio works here" if works else "nothing fast works here")
+    begins = "nvmeio works here" if works else "no fast engine is in use here"
+    assert lines[0].startswith(begins)
     heads = [line.split()[0] for line in lines if line.split()[:1]]
     assert [*heads].count("engine") == heads.count("machine") == heads.count("path") == 1
     for name in engines:

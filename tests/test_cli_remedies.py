@@ -66,6 +66,7 @@ INSTALLED = Installation(
     rings_fit=True,
     environment={},
     profile=None,
+    profiles="0 in /config",
 )
 
 STORAGE = Storage(
@@ -180,8 +181,13 @@ CASES = {
         *({"seccomp": True}, refused("io_uring", errno.ENOSYS), {}),
         *("io_uring-seccomp", "slow", "io_uring_setup"),
     ),
+    "seccomp that refuses both": (
+        *({"seccomp": True, "container": "docker"}, NOTHING, {}, "io_uring-seccomp"),
+        *("broken", '"io_uring_register", "io_setup", "io_submit"'),
+    ),
     "seccomp that refuses libaio": (
-        *({"seccomp": True}, NOTHING, {}, "libaio-seccomp", "broken", "io_submit"),
+        *({**SYSCTL, "seccomp": True}, NOTHING, {}, "libaio-seccomp", "broken"),
+        "io_submit",
     ),
     "old kernel": (
         *({"kernel": "4.18.0-553.el8", "seccomp": True}, refused("io_uring", errno.ENOSYS)),
@@ -579,7 +585,7 @@ def test_the_summary_says_what_is_slow():
 def test_the_summary_says_if_nothing_is_fast():
     verdict, text = summary(SYSTEM, NOTHING, STORAGE)
     assert verdict == "none"
-    assert text.startswith("nothing fast works here: a seccomp profile blocks the ")
+    assert text.startswith("no fast engine is in use here: a seccomp profile blocks the ")
 
 
 def test_the_summary_tells_problems_of_a_path_from_those_of_the_machine():

@@ -71,7 +71,7 @@ class Report:
             return f"{self.installed.engine} works here, but not with every path: {said}"
         if self.installed.error:
             return f"no handle can be opened here: {said}"
-        return f"nothing fast works here: {said}"
+        return f"no fast engine is in use here: {said}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -173,7 +173,10 @@ def _profile(installed: Installation) -> str:
         return f"{installed.profile['file']}: {described(installed.profile['options'])}"
     if not selected:
         return "none (NVMEIO_PROFILE is not set)"
-    return f"none for NVMEIO_PROFILE={selected}; `nvmeio tune DIR` makes one"
+    return (
+        f"none for NVMEIO_PROFILE={selected} ({installed.profiles}); `nvmeio tune DIR` "
+        "makes one"
+    )
 
 
 def _system_rows(system: System) -> list[Sequence[str]]:

@@ -142,9 +142,16 @@ def _of_engines(system: System, installed: Installation) -> Iterator[Remedy]:
         yield _of_handles(installed)
     elif best and installed.engine != best and not tuned:
         yield _of_choice(system, installed, severity, best)
-    for name in refused:
-        found = installed.engines[name]
-        if found["built"]:
+    built = {name: installed.engines[name] for name in refused}
+    blocked = [name for name in refused if _seccomp_blocks(system, name, built[name])]
+    for name, found in built.items():
+        if name in blocked:
+            if name != blocked[0]:
+                continue  # the first one's steps allow all of them
+            key, steps = "seccomp", _seccomp_steps(system, blocked)
+            names = " and ".join(blocked)
+            problem = f"a seccomp profile blocks the system calls of {names}"
+        elif found["built"]:
             key, problem, steps = _of_kernel(system, name, found)
         else:
             key, problem = "not-built", f"this build of nvmeio does not contain {name}"
@@ -203,27 +210,33 @@ def _building(system: System, installed: Installation, name: str) -> tuple[Step,
 Refusal = tuple[str, str, tuple[Step, ...]]
 
 
-def _of_kernel(system: System, name: str, found: EngineInfo) -> Refusal:
-    """Return key, problem and steps for an engine that the kernel refuses."""
-    error = found["errno"]
+def _sysctl_blocks(system: System, name: str, found: EngineInfo) -> bool:
     disabled, group = system.io_uring_disabled, system.io_uring_group
     outside = not system.may_administer and group not in system.groups
-    if (
-        name == "io_uring"
-        and error == errno.EPERM
-        and (disabled == 2 or (disabled == 1 and outside))
-    ):
+    closed = disabled == 2 or (disabled == 1 and outside)
+    return name == "io_uring" and found["errno"] == errno.EPERM and closed
+
+
+def _seccomp_blocks(system: System, name: str, found: EngineInfo) -> bool:
+    if not found["built"] or _sysctl_blocks(system, name, found):
+        return False
+    if found["errno"] == errno.ENOSYS:
+        # Old kernels return it, and so do some filters.
+        older = name == "io_uring" and system.kernel_version < (5, 1)
+        return not older and (system.seccomp or bool(system.container))
+    return found["errno"] in (errno.EPERM, errno.EACCES)
+
+
+def _of_kernel(system: System, name: str, found: EngineInfo) -> Refusal:
+    """Return key, problem and steps for an engine that the kernel refuses itself."""
+    error = found["errno"]
+    if _sysctl_blocks(system, name, found):
         return _of_sysctl(system)
-    # A filter of system calls may also return ENOSYS.
-    older = name == "io_uring" and system.kernel_version < (5, 1)
-    if error == errno.ENOSYS and (older or not (system.seccomp or system.container)):
+    if error == errno.ENOSYS:
         needed = "Linux 5.1 or newer, built with CONFIG_IO_URING=y; 6.1 or newer is best"
         if name == "libaio":
             needed = "a kernel built with CONFIG_AIO=y"
         return "kernel", f"Linux {system.kernel} has no {name}", (Step(f"boot {needed}"),)
-    if error in (errno.EPERM, errno.ENOSYS, errno.EACCES):
-        problem = f"a seccomp profile blocks the system calls of {name}"
-        return "seccomp", problem, _seccomp_steps(system, name)
     if name == "io_uring" and error == errno.ENOMEM:
         return "memlock", f"io_uring's {_rings_need(system)}", _memlock_steps(system)
     if name == "libaio" and error == errno.EAGAIN:
@@ -275,18 +288,20 @@ def _of_sysctl(system: System) -> Refusal:
     return "sysctl", problem, tuple(steps)
 
 
-def _seccomp_steps(system: System, name: str) -> tuple[Step, ...]:
-    """Return the steps to allow an engine's system calls in containers and units.
+def _seccomp_steps(system: System, names: Sequence[str]) -> tuple[Step, ...]:
+    """Return the steps to allow the system calls of engines in containers and units.
 
     docs/troubleshooting.md has the same recipe, which its tests run.
     """
-    listed = ", ".join(f'"{call}"' for call in CALLS[name])
+    calls = [call for name in names for call in CALLS[name]]
+    listed = ", ".join(f'"{call}"' for call in calls)
     allowed = f'.syscalls += [{{"names": [{listed}], "action": "SCMP_ACT_ALLOW"}}]'
-    risk = "; bugs in it were used to break out of containers" * (name == "io_uring")
+    risk = "; bugs in it were used to break out of containers" * ("io_uring" in names)
+    engines = " and ".join(names)
     trust = f"(do it only if you trust what runs there{risk})"
     steps = {
         program: _step(
-            f"start the container with a profile that also allows {name} {trust}:",
+            f"start the container with a profile that also allows {engines} {trust}:",
             f"curl -fsSL -o default.json {PROFILE}",
             f"jq '{allowed}' default.json > {ALLOWING}",
             f"{program} run --security-opt seccomp={ALLOWING} --ulimit memlock=-1 ...",
@@ -312,7 +327,7 @@ def _seccomp_steps(system: System, name: str) -> tuple[Step, ...]:
         step = steps[program]
         steps[program] = replace(step, text=f"{program}: {step.text}")
     text = "a service of systemd with a SystemCallFilter: add these calls to [Service]:"
-    unit = _step(text, f"SystemCallFilter={' '.join(CALLS[name])}")
+    unit = _step(text, f"SystemCallFilter={' '.join(calls)}")
     return (*steps.values(), unit)
 
 

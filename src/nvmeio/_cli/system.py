@@ -19,6 +19,7 @@ from nvmeio._config.constants import DEFAULTS
 from nvmeio._config.devices import device_of
 from nvmeio._config.lookup import environment_file, environment_options
 from nvmeio._config.options import environment
+from nvmeio._config.profile_files import profiles_folder, saved_profiles
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.info import engines, resources
@@ -241,6 +242,13 @@ def _profile() -> dict[str, Any] | None:
     return None
 
 
+def _profiles() -> str:
+    try:
+        return f"{len(saved_profiles())} in {profiles_folder()}"
+    except OSError as error:
+        return sentence(error)
+
+
 @dataclass(frozen=True)
 class Installation:
     """The installation of nvmeio, as it works in this process."""
@@ -262,6 +270,8 @@ class Installation:
     environment: dict[str, str] = _by(environment)
     # The file and the options of the profile that NVMEIO_PROFILE selects; None if none.
     profile: dict[str, Any] | None = _by(_profile)
+    # How many profiles this user has, and where; or why they cannot be read.
+    profiles: str = _by(_profiles)
 
     @property
     def chosen_by(self) -> str:
