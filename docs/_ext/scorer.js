@@ -21,3 +21,10 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 };
+
+/* Search for "Ctrl-C" by "Ctrl": a single letter is on every page. */
+var splitQuery = (query) => {
+  const words = query.split(/[^\p{Letter}\p{Number}_]+/gu).filter((word) => word);
+  const longer = words.filter((word) => word.length > 1);
+  return longer.length ? longer : words;
+};

@@ -795,13 +795,14 @@ class ArrayFile(Unread):
 
     @suggesting
     def flush(self, *, sync: bool = True) -> None:
-        """Make assignments durable.
+        """Make what was written survive a power loss.
 
         Parameters
         ----------
         sync : bool, default True
-            Return only when the file is on the device, and its name too if ``create`` made
-            it.  False does nothing, because an ArrayFile buffers nothing.
+            Wait for earlier writes, submitted ones too, and return when they are on the
+            device, with the name of the file if ``create`` made it.  False does nothing,
+            because an ArrayFile buffers nothing.
 
         Raises
         ------

@@ -28,7 +28,7 @@ COMMANDS = {
     "inspect": "list the tensors of a safetensors, .npy or torch.save file",
     "checkpoints": "list the checkpoints of a training run, and which are complete",
     "verify": "read files with and without the page cache, compare, print checksums",
-    "completion": "print what bash or zsh completes the commands by",
+    "completion": "print a completion script for bash or zsh",
 }
 
 ABOUT = """\

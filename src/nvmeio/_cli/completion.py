@@ -7,8 +7,8 @@ from nvmeio._cli.arguments import CommandError, Parser
 from nvmeio._cli.terminal import Terminal
 
 NOTES = """\
-Prints a script for the shell.  It needs the package shtab, which the extra cli
-brings, only now: the script itself needs nothing.
+Prints a script that completes commands, options and paths.  This command needs
+the package shtab, from the extra cli; the script needs nothing.
 
 examples:
   nvmeio completion bash > ~/.local/share/bash-completion/completions/nvmeio

@@ -370,7 +370,7 @@ class safe_open:  # noqa: N801
         ----------
         indices : dict of str to index or None
             The index of each tensor, as in ``get_slice(name)[index]``; None for the whole
-            tensor.  Only the bytes of these parts are needed.
+            tensor.  Only these bytes are read.
         out : dict of str to torch.Tensor or numpy.ndarray, optional
             Tensors to read into, of the same dtypes and shapes as the results.
 

@@ -92,9 +92,10 @@ def offload(
     gradients stay in memory.
 
     The files are temporary.  They are removed when the optimizer is closed or garbage
-    collected, or Python exits; a lock file stays.  If the process is killed, the files stay
-    until the next ``offload()`` to the same folder.  To keep the states, save
-    ``state_dict()`` or ``state_items()``.
+    collected, or Python exits; two small ones stay, ``.nvmeio-offload-lock`` and
+    ``.nvmeio-offload-step``.  If the process is killed, all stay until the next
+    ``offload()`` to the same folder.  To keep the states, save ``state_dict()`` or
+    ``state_items()``.
 
     Examples
     --------

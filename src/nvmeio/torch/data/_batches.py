@@ -61,7 +61,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         The dataset, or a ``torch.utils.data.Subset`` of one.
     batch_sampler : iterable of sequences of int
         The indices of each batch, as ``torch.utils.data.BatchSampler`` yields them.  A
-        generator is good for a single iteration.
+        generator can be iterated over only once.
     depth : int, default 2
         How many batches to read ahead of the current one; at least 1.
     pin_memory : bool, default False
@@ -400,7 +400,8 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         if len(found) != len(place.generators):
             raise ValueError(
                 f"the state has {len(place.generators)} generators of samplers; the batch "
-                f"sampler has {len(found)}"
+                f"sampler has {len(found)}: make the sampler as it was made for the state, "
+                "with its `generator=`"
             )
         rank = _rank_of(self.batch_sampler)
         draws = any(hasattr(one, "generator") for one in _samplers_of(self.batch_sampler))

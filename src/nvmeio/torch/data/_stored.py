@@ -168,7 +168,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     @property
     def paths(self) -> tuple[str | bytes, ...]:
-        """The absolute paths of the files, without what is in memory."""
+        """The absolute paths of the files; sources in memory are left out."""
         found = (
             absolute(source.path) if isinstance(source, ArrayFile) else source
             for source in self._sources

@@ -108,7 +108,7 @@ class TarDataset(RecordDataset):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of samples: objects of Python's."""
+        """The dtype of samples: Python objects."""
         return np.dtype(object)
 
     def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
