@@ -233,7 +233,7 @@ def overview(scripts: dict[str, Outcome]) -> Figure:
     axes.set_yticks(range(len(labels)), labels, fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.1, y=0.02)
-    axes.set_xlabel("median speed, in percent of the same transfers by fio or a plain loop")
+    axes.set_xlabel("median speed, in percent of what fio or a plain loop reaches")
     axes.legend(fontsize="small")
     return figure
 

@@ -88,6 +88,11 @@ def test_a_percentile_out_of_range_is_refused(counted, q):
         counted([1]).percentile_us(q)
 
 
+def test_a_percentile_that_is_no_number_is_refused(counted):
+    with pytest.raises(TypeError, match="q is '9'; it must be a number from 0 to 100"):
+        counted([1]).percentile_us("9")
+
+
 def test_the_repr_shows_the_usual_percentiles(counted):
     figures = [40] * 900 + [50] * 98 + [60] * 2
     assert repr(counted(np.multiply(figures, 1000))) == (

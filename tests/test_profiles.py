@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import pwd
+import re
 import resource
 import stat
 import subprocess
@@ -231,6 +232,14 @@ def test_a_profile_that_could_not_be_loaded_is_not_saved(
         save_profile(dataclasses.replace(saved, **change))
     assert load_profile(tmp_path) == saved
     assert saved_profiles() == [profile_file(saved.device)]
+
+
+def test_only_a_profile_is_saved_and_only_in_its_folder(saved):
+    with pytest.raises(TypeError, match="profile is 3; it must be a Profile"):
+        save_profile(3)
+    for device in ("../elsewhere", "", "a\0"):
+        with pytest.raises(ValueError, match=re.escape(f"device is {device!r}; it must")):
+            profile_file(device)
 
 
 class Subclass(nvmeio.Handle):

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
+from nvmeio._arguments.checks import shown
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
@@ -198,11 +199,18 @@ def profile_file(device: str) -> pathlib.Path:
     pathlib.Path
         The file, which need not exist.
 
+    Raises
+    ------
+    ValueError
+        ``device`` is not the name of a file.
+
     Examples
     --------
     >>> nvmeio.profiles.profile_file("nvme0n1").name
     'nvme0n1.json'
     """
+    if not device or "/" in device or "\0" in device:
+        raise ValueError(f"device is {device!r}; it must be the name of a file")
     return profiles_folder() / f"{device}.json"
 
 
@@ -251,7 +259,7 @@ def save_profile(profile: Profile) -> pathlib.Path:
     OSError
         The file cannot be written.
     TypeError
-        An option is of the wrong type, or JSON cannot represent a figure.
+        It is no Profile, an option is of the wrong type, or JSON cannot represent a figure.
     ValueError
         An option is missing, unknown or out of range, a figure is not finite, or
         ``device`` is not a valid file name.
@@ -266,6 +274,8 @@ def save_profile(profile: Profile) -> pathlib.Path:
     >>> nvmeio.Handle.from_profile(".").queue_depth
     32
     """
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile is {shown(profile)}; it must be a Profile")
     content = {"version": _VERSION, **asdict(profile)}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     file = profile_file(profile.device)

@@ -138,8 +138,8 @@ cdef class File:
     Raises
     ------
     OSError
-        The file cannot be opened; EINVAL if it is neither a regular file nor a block
-        device, or if ``direct=True`` and the file system has no O_DIRECT.
+        The file cannot be opened: EISDIR for a directory, EINVAL if it is neither a regular
+        file nor a block device, or if ``direct=True`` and the file system has no O_DIRECT.
     TypeError
         ``path`` is not a path.
     ValueError
@@ -474,10 +474,8 @@ cdef class File:
         ------
         OSError
             The device failed.
-        TypeError
-            ``data_only`` is not a boolean.
-        ValueError
-            The file is closed.
+        TypeError, ValueError
+            ``data_only`` is not a boolean, or the file is closed.
 
         Notes
         -----

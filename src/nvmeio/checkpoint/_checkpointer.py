@@ -213,8 +213,9 @@ class Checkpointer:
     ------
     TypeError, ValueError
         An argument is of the wrong type, or not one of the allowed values.
-    ModuleNotFoundError
-        `drain_to` is a URL, and fsspec is not installed.
+    ImportError
+        `drain_to` is a URL, and fsspec, or the package that it needs for this URL, is not
+        installed.
 
     Attributes
     ----------

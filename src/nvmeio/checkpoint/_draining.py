@@ -97,8 +97,9 @@ def drain(
         An argument is of the wrong type or out of range; `last` names a file that does not
         exist; `target` is `source` or inside it; or `source` has a file that is not a
         regular one, such as a symbolic link.
-    ModuleNotFoundError
-        `target` is a URL, and fsspec is not installed.
+    ImportError
+        `target` is a URL, and fsspec, or the package that it needs for this URL, is not
+        installed.
 
     Notes
     -----

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._arguments.checks import flag, path_of, whole
+from nvmeio._arguments.checks import flag, integer, path_of
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.archives import bytes_of
@@ -75,9 +75,12 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
     {'epoch': 3}
     """
     sync = flag("sync", sync)
-    alignment = whole("storage_alignment", storage_alignment, 64, _ALIGNMENT_MAX)
-    if alignment & (alignment - 1):
-        raise ValueError(f"storage_alignment is {alignment}; it must be a power of two")
+    alignment = integer("storage_alignment", storage_alignment)
+    if not 64 <= alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1):
+        raise ValueError(
+            f"storage_alignment is {alignment}; it must be a power of two from 64 to "
+            f"{_ALIGNMENT_MAX}"
+        )
     with new_contents(path_of(path), sync=sync, atomic=True) as file:
         stream = io.BufferedWriter(file, _BUFFER_BYTES)
         with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
