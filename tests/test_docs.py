@@ -189,9 +189,9 @@ def test_the_table_of_options_has_the_limits_and_defaults_of_the_code():
             values = f"1 to {LIMITS[option]}"
         shown = int(default) if default is False else default
         rows.append((f"NVMEIO_{option.upper()}", values, str(shown)))
-    section = read_page("docs/environment.md").split("\n## ")[1]
-    table = section.replace("`", "").replace(" bytes", "")
-    assert re.findall(r"^\| (N\w+) \| (.*) \| (.*) \|$", table, re.MULTILINE) == rows
+    table = read_page("docs/environment.md").replace("`", "").replace(" bytes", "")
+    found = re.findall(r"^\| (N\w+) \| (.*?) \| (.*?) \| ", table, re.MULTILINE)
+    assert found[: len(rows)] == rows
 
 
 def test_the_tables_of_faults_have_the_kinds_that_fault_c_has():
