@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import shown
 from nvmeio._events.notebooks import html_table
 
 __all__ = ["Latencies"]
@@ -70,7 +69,7 @@ class Latencies:
             ``q`` is not a number, or is out of range.
         """
         if not isinstance(q, (int, float, np.number)):
-            raise TypeError(f"q is {shown(q)}; it must be a number from 0 to 100")
+            raise TypeError(f"q is {q!r}; it must be a number from 0 to 100")
         if not 0 <= q <= 100:
             raise ValueError(f"q is {q}; it must be from 0 to 100")
         blocks = self.count
