@@ -58,6 +58,7 @@ def offered(script, tmp_path):
         (("nvmeio", "inspect", "mod"), ["model.safetensors"]),
         (("nvmeio", "cp", "model.safetensors", "r"), ["run"]),
         (("nvmeio", "verify", "model.safetensors", "mod"), ["model.safetensors"]),
+        (("nvmeio", "verify", "--check", "mod"), ["model.safetensors"]),
         (("nvmeio", "tune", "r"), ["run"]),
         (("nvmeio", "tune", "mod"), []),
         (("nvmeio", "bench", "--json", "mod"), ["model.safetensors"]),

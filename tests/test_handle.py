@@ -347,16 +347,22 @@ def test_pending_and_repr_show_requests_in_flight(open_handle, engine, folder):
     assert handle.pending == 0
 
 
+def rows_of(shown):
+    """Return the names and values of the table that a notebook shows."""
+    return dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown._repr_html_()))
+
+
 def test_a_notebook_shows_a_table_of_options_and_counts(path):
     path.write_bytes(bytes(2000))
     with nvmeio.Handle(queue_depth=4096, direct=False) as handle:
         handle.read(bytearray(2000), path)
-        shown = handle._repr_html_()
-    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown))
+        rows = rows_of(handle)
     assert rows["queue_depth"] == "4,096"
-    assert rows["bytes_buffered"] == "2,000"
     assert rows["direct"] == rows["closed"] == "False"
-    assert rows["engine"] == handle.engine
+    for found in (rows, rows_of(handle.stats())):
+        assert found["bytes_buffered"] == "2,000"
+        assert found["engine"] == handle.engine
+    assert rows_of(nvmeio.pool_stats()).keys() == nvmeio.pool_stats().keys()
 
 
 def test_pickling_carries_the_options(engine, path):

@@ -2,8 +2,16 @@
 
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
-__all__ = ["html_table"]
+__all__ = ["Figures", "html_table"]
+
+
+class Figures(dict[str, Any]):
+    """A dict that notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        return html_table("", self)
 
 
 def html_table(caption: str, rows: Mapping[str, object]) -> str:

@@ -20,6 +20,7 @@ from nvmeio._config.options import handle_options
 from nvmeio._native.info import engines
 from nvmeio._arguments.checks import MISSING, flag, integer, refuse_missing
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
+from nvmeio._events.notebooks import Figures
 
 _log = logging.getLogger("nvmeio")
 
@@ -591,7 +592,7 @@ cdef class aio_handle:
         """Whether ``close()`` was called."""
         return self.handle is None or self.handle.closed
 
-    def stats(self) -> dict:
+    def stats(self) -> Figures:
         """Return the handle's counters; see ``Handle.stats``."""
         self.require_started()
         return self.handle.stats()

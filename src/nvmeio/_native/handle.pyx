@@ -28,7 +28,7 @@ from nvmeio._config.options import handle_options, profile_arguments
 from nvmeio._memory.overlap import OVERLAPS
 from nvmeio._events.caller import CALLER
 from nvmeio._events.latencies import Latencies
-from nvmeio._events.notebooks import html_table
+from nvmeio._events.notebooks import Figures, html_table
 from nvmeio._native.info import engines
 from nvmeio._arguments.checks import MISSING, flag, refuse_missing, refuse_path, shown
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
@@ -834,7 +834,7 @@ cdef class Handle:
         """Whether ``close()`` was called."""
         return not self.open
 
-    def stats(self) -> dict:
+    def stats(self) -> Figures:
         """Return the handle's counters.
 
         Returns
@@ -874,7 +874,7 @@ cdef class Handle:
         1
         """
         self.require_started()
-        return {"engine": self.core.engine(), **self.core.stats()}
+        return Figures(engine=self.core.engine(), **self.core.stats())
 
     def latencies(self) -> Latencies:
         """Return the latencies of all blocks that the handle has finished.

@@ -20,6 +20,7 @@ from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check
 from nvmeio._arguments.checks import integer
 from nvmeio._arguments.units import in_binary
+from nvmeio._events.notebooks import Figures
 
 
 # A cycle collector would empty `on_free` before __dealloc__ runs.
@@ -170,7 +171,7 @@ cpdef object address_of(object source):
     return address
 
 
-def pool_stats() -> dict[str, int]:
+def pool_stats() -> Figures:
     """Return the memory and the counters of this process's pool.
 
     Returns
@@ -211,7 +212,7 @@ def pool_stats() -> dict[str, int]:
     cdef libnvmeio.nvmeio_pool_stats stats
     apply_settings()
     libnvmeio.pool_get_stats(&stats)
-    return stats
+    return Figures(stats)
 
 
 def pool_trim() -> int:
