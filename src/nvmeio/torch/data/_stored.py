@@ -73,7 +73,7 @@ class Flight:
                 request.exception()
 
 
-class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
+class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of torch
     """The base class of the datasets.
 
     ``sources`` are paths, which each process opens for itself, or open files and arrays of
