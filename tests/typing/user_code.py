@@ -142,6 +142,10 @@ def facts() -> str:
     return f"{nvmeio.__version__} {limit} {works} {nvmeio.show_config('dicts')['build']}"
 
 
+def profiles() -> list[Path]:
+    return nvmeio.profiles.saved_profiles()
+
+
 def deepspeed() -> int:
     handle = nvmeio.aio_handle(1 << 20, 128, False, True, 1, errors="raise")
     handle.async_pread(np.empty(100), "swap.bin")
