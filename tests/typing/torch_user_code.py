@@ -18,6 +18,9 @@ def models(path: str) -> dict[str, torch.Tensor]:
     nvmeio.safetensors.torch.save_file(tensors, "other.safetensors", {"format": "pt"})
     with nvmeio.safetensors.safe_open(path, framework="pt") as file:
         print(file.keys(), file.get_slice("weight")[:10].shape)
+    model = torch.nn.Linear(10, 10)
+    missing, _ = nvmeio.safetensors.torch.load_model(model, path, strict=False)
+    print(missing - {"bias"})
     nvmeio.torch.save(tensors, "model.pt")
     return tensors
 
@@ -45,6 +48,7 @@ def loading() -> None:
     stream = nvmeio.torch.BatchStream(part, BatchSampler(range(10), 2, drop_last=True))
     loader = DataLoader(stream, batch_size=None)
     print(next(iter(loader)), len(part), part[0])
+    print([label for _, label in dataset])
     training, validation = random_split(tokens, [0.9, 0.1])
     print(len(training + validation), tokens[0].shape)
     print(nvmeio.torch.empty(10, 10, dtype=torch.bfloat16, pin_memory=True).shape)

@@ -285,6 +285,10 @@ class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of 
         """Read the samples of a batch at once; torch's DataLoader calls this."""
         return self._samples(self._read(self._batch_rows(indices)))
 
+    def __iter__(self) -> Iterator[Any]:
+        # Python would find __getitem__ by itself, but mypy does not.
+        return (self[index] for index in range(len(self)))
+
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own files.  One that is not started by this one may be on
         # another machine, which has copies of them.
