@@ -196,7 +196,7 @@ lint: build
 	$(PY) bench/tables.py --check
 	$(PY) bench/charts.py --check
 	$(PY) -m mypy
-	$(PY) -m mypy --follow-imports=silent tests/typing
+	$(PY) -m mypy --config-file tests/typing/mypy.ini
 	$(PY) -m pyright --pythonpath $(PY) --project tests/typing
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist nvmeio

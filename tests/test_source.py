@@ -149,16 +149,21 @@ def modules_in(module, name=None):
     return ".".join([*parts, "__init__"] if folder else parts)
 
 
+def always_run(path, text):
+    """Blank what imports modules of the package on demand, or for type checkers only."""
+    if name_of(path) != "__init__":
+        return text
+    lines = r"(?m)^( *)(.*import_module.*|from nvmeio import (\w+) as \3)$"
+    return re.sub(lines, r"\1pass", text)
+
+
 def breaks_layering(path, text):
     """A folder uses only folders below it."""
     own = folder_of(name_of(path))
     if path.name == "__main__.py":
         return
-    for number, name in imported_by(text):
+    for number, name in imported_by(always_run(path, text)):
         top, _, rest = name.partition(".")
-        # The package itself imports modules above it on demand.
-        if name_of(path) == "__init__" and "import_module" in text.splitlines()[number - 1]:
-            continue
         used = folder_of(rest)
         if top == "nvmeio" and rest and used != own and used not in FOLDERS[own]:
             yield f"{number}: {own or 'a public module'} must not use {name}"
@@ -708,9 +713,9 @@ def imports_of(path):
     """Return the modules of the package that one imports or cimports, by their names."""
     known = {name_of(path) for path in files(*PYX, *PYTHON)}
     text = (ROOT / path).read_text(encoding="utf-8")
-    if name_of(path) == "__init__":
-        text = re.sub(r".*_import_module.*", "", text)
-    found = {name.removeprefix("nvmeio.") for _, name in imported_by(text)}
+    found = {
+        name.removeprefix("nvmeio.") for _, name in imported_by(always_run(path, text))
+    }
     return found & known - {name_of(path)}
 
 

@@ -1,8 +1,8 @@
 """Arrays and tensors to and from NVMe files, at the speed of the drive."""
 
 import logging as _logging
+import typing as _typing
 from importlib import import_module as _import_module
-from typing import Any as _Any
 
 from nvmeio._config.build import get_include, get_library_dir
 from nvmeio._events.latencies import Latencies
@@ -57,6 +57,13 @@ __all__ = [
 _register_loader("torch", lambda: _import_module("nvmeio.torch"))
 
 # Public modules, which are imported on first use.
+if _typing.TYPE_CHECKING:
+    from nvmeio import aio as aio
+    from nvmeio import checkpoint as checkpoint
+    from nvmeio import deepspeed as deepspeed
+    from nvmeio import profiles as profiles
+    from nvmeio import safetensors as safetensors
+    from nvmeio import torch as torch
 _MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 
 
@@ -65,7 +72,7 @@ def __dir__() -> list[str]:
     return [*__all__, *_MODULES, "__version__"]
 
 
-def __getattr__(name: str) -> _Any:
+def __getattr__(name: str) -> _typing.Any:
     """Import a public module on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

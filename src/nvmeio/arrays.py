@@ -734,7 +734,9 @@ class ArrayFile(Unread):
         return self._begin(self._windowing(starts, length, out), after)
 
     @suggesting
-    def submit_scatter(self, rows: Any, values: Any, *, after: After = None) -> Request:
+    def submit_scatter(
+        self, rows: Any, values: Any, *, after: After = None
+    ) -> Request[int]:
         """Start writing rows.
 
         Parameters
@@ -761,7 +763,9 @@ class ArrayFile(Unread):
         return self._begin_writing(self._scattering(rows, values), after)
 
     @suggesting
-    def submit_setitem(self, index: Any, value: Any, *, after: After = None) -> Request:
+    def submit_setitem(
+        self, index: Any, value: Any, *, after: After = None
+    ) -> Request[int]:
         """Start an assignment, ``array[index] = value``.
 
         Parameters
@@ -1048,7 +1052,7 @@ class ArrayFile(Unread):
         elif len(offsets):
             handle.scatter(self._file, offsets, transfer.nbytes, transfer.memory)
 
-    def _begin_writing(self, transfer: _Transfer, after: After) -> Request:
+    def _begin_writing(self, transfer: _Transfer, after: After) -> Request[int]:
         """Start writing."""
         return self._handle().submit_scatter(
             self._file, transfer.offsets, transfer.nbytes, transfer.memory, after=after

@@ -10,8 +10,9 @@ import os
 import select
 import threading
 import time
+from collections import namedtuple
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from nvmeio._arguments.checks import word
 from nvmeio._arguments.keywords import suggesting
@@ -27,11 +28,23 @@ SLICE_S = 0.05
 
 WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
 
-
 Kind = TypeVar("Kind", bound=Listener)
 
+if TYPE_CHECKING:
+    import typing_extensions
 
-class Waited(NamedTuple):
+    R = typing_extensions.TypeVar("R", bound=Request, default=Request)
+
+    class _Waited(typing_extensions.NamedTuple, Generic[R]):
+        done: set[R]
+        not_done: set[R]
+else:
+    # Before Python 3.11, a NamedTuple cannot be generic.
+    R = TypeVar("R")
+    _Waited = namedtuple("_Waited", ["done", "not_done"])
+
+
+class Waited(_Waited[R]):
     """The result of ``wait``.
 
     Attributes
@@ -51,8 +64,7 @@ class Waited(NamedTuple):
     True
     """
 
-    done: set[Request]
-    not_done: set[Request]
+    __slots__ = ()
 
 
 class Bell(Listener):
@@ -113,7 +125,7 @@ class Bell(Listener):
                 os.eventfd_write(self._fd, 1)
 
 
-class Completions:
+class Completions(Generic[R]):
     """Iterator over requests in the order in which they complete; also asynchronous.
 
     ``as_completed`` returns it.  Unlike a generator, it survives exceptions: after an
@@ -130,7 +142,7 @@ class Completions:
     True
     """
 
-    def __init__(self, requests: list[Request], timeout: float | None) -> None:
+    def __init__(self, requests: list[R], timeout: float | None) -> None:
         # Not listened to before the first request is asked for.
         self._unheard = requests
         self._listener: Listener | None = None
@@ -139,10 +151,10 @@ class Completions:
         self._end_ns = deadline_ns(timeout)
         self._asked = threading.Lock()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[R]:
         return self
 
-    def __next__(self) -> Request:
+    def __next__(self) -> R:
         """Wait for the next request, and return it."""
         with self._alone():
             if not self._left:
@@ -152,10 +164,10 @@ class Completions:
                 raise self._over()
             return self._take(bell)
 
-    def __aiter__(self) -> AsyncIterator[Request]:
+    def __aiter__(self) -> AsyncIterator[R]:
         return self
 
-    async def __anext__(self) -> Request:
+    async def __anext__(self) -> R:
         """Wait for the next request without blocking the event loop, and return it."""
         from nvmeio._events.event_loop import Alarm
 
@@ -199,9 +211,9 @@ class Completions:
             raise
         return made
 
-    def _take(self, listener: Listener) -> Request:
+    def _take(self, listener: Listener) -> R:
         """Remove and return the first request that is done."""
-        found: Request = listener.done.popleft()
+        found: R = listener.done.popleft()
         self._left -= 1
         if not self._left:
             self._close()
@@ -225,7 +237,7 @@ class Completions:
 
 
 @suggesting
-def as_completed(requests: Iterable[Request], timeout: float | None = None) -> Completions:
+def as_completed(requests: Iterable[R], timeout: float | None = None) -> Completions[R]:
     """Iterate over requests in the order in which they complete.
 
     Parameters
@@ -278,10 +290,10 @@ def as_completed(requests: Iterable[Request], timeout: float | None = None) -> C
 
 @suggesting
 def wait(
-    requests: Iterable[Request],
+    requests: Iterable[R],
     timeout: float | None = None,
     return_when: str = "ALL_COMPLETED",
-) -> Waited:
+) -> Waited[R]:
     """Wait for any or all of several requests.
 
     Parameters
@@ -331,7 +343,7 @@ def wait(
     word("return_when", return_when, WAYS)
     awaited = _checked(requests)
     end_ns = deadline_ns(timeout)
-    done: set[Request] = set()
+    done: set[R] = set()
     bell = Bell()
     try:
         bell.listen(awaited)
@@ -342,7 +354,7 @@ def wait(
     return Waited(done, set(awaited) - done)
 
 
-def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell) -> bool:
+def _is_enough(way: str, awaited: list[R], done: set[R], bell: Bell) -> bool:
     """Move completed requests to ``done``; return whether ``way`` is satisfied."""
     failed = False
     while bell.done:
@@ -353,11 +365,11 @@ def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell)
     return first or len(done) == len(awaited) or (way == "FIRST_EXCEPTION" and failed)
 
 
-def _checked(requests: Iterable[Any]) -> list[Request]:
+def _checked(requests: Iterable[R]) -> list[R]:
     """Return each request once; raise TypeError for other objects."""
     if isinstance(requests, Request):
         raise TypeError(f"requests is {requests!r}; pass [request], or call its wait()")
-    found: dict[Request, None] = {}
+    found: dict[R, None] = {}
     for index, request in enumerate(requests):
         if not isinstance(request, Request):
             raise TypeError(f"requests[{index}] is {request!r}; it must be a Request")

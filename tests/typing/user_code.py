@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 import nvmeio
 import nvmeio.aio
+import nvmeio.futures
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 
 
@@ -34,6 +35,36 @@ def requests(paths: list[Path]) -> int:
         latencies = handle.latencies() - handle.latencies()
         print(handle.stats()["bytes_direct"], latencies.percentile_us(99.9))
         return chained.wait(timeout=1) + sum(request.wait() for request in started)
+
+
+def first_of(requests: list[nvmeio.Request[int]]) -> int:
+    done, pending = nvmeio.wait(requests, return_when="FIRST_COMPLETED")
+    while pending:
+        finished, pending = nvmeio.wait(pending, timeout=1)
+        done |= finished
+    completions: nvmeio.futures.Completions = nvmeio.as_completed(requests)
+    last = next(completions).wait()
+    print(last, next(nvmeio.as_completed(done)).wait().bit_length())
+    return done.pop().wait()
+
+
+def mixed(handle: nvmeio.Handle, array: nvmeio.ArrayFile) -> npt.NDArray[np.float32]:
+    out = np.empty((2, 8), np.float32)
+    reading = handle.submit_gather("rows.bin", [0, 4096], 32, out, result=out)
+    plain = handle.submit_gather("rows.bin", [0, 4096], 32, out, after=reading)
+    waited: nvmeio.futures.Waited = nvmeio.wait([reading, plain, array.prefetch(3)])
+    print(len(waited.not_done), plain.wait() // 2)
+    return reading.wait()
+
+
+def written(array: nvmeio.ArrayFile) -> int:
+    return array.submit_scatter([3], np.ones((1, 64))).wait()
+
+
+def stream(file: nvmeio.File) -> int:
+    values = np.empty(100, np.float32)
+    file.writelines([values, b"end"])
+    return file.write(values) + file.write(values[0]) + file.readinto(values)
 
 
 def records(path: Path, offsets: npt.NDArray[np.int64]) -> bytes:
@@ -74,6 +105,14 @@ async def serve(path: Path) -> int:
     return first + sum(both) + len(found)
 
 
+async def awaiting(requests: list[nvmeio.Request[int]]) -> int:
+    total = 0
+    async for request in nvmeio.as_completed(requests):
+        total += await request
+    first = await anext(nvmeio.as_completed(requests))
+    return first.wait() + total
+
+
 async def coroutines(path: Path) -> int:
     await nvmeio.aio.save(path, np.arange(12).reshape(4, 3))
     with nvmeio.ArrayFile(path) as array:
@@ -101,6 +140,10 @@ def facts() -> str:
     limit: int = nvmeio.pool_stats()["bytes_limit"]
     works = nvmeio.engines()["io_uring"]["works"]
     return f"{nvmeio.__version__} {limit} {works} {nvmeio.show_config('dicts')['build']}"
+
+
+def profiles() -> list[Path]:
+    return nvmeio.profiles.saved_profiles()
 
 
 def deepspeed() -> int:

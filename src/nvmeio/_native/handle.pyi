@@ -1,6 +1,6 @@
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
@@ -9,6 +9,7 @@ from nvmeio._arguments.types import FileLike, Path
 from nvmeio._events.latencies import Latencies
 from nvmeio._native.request import Request
 
+_T = TypeVar("_T")
 _Items = Iterable[tuple[Any, FileLike, int]]
 
 @disjoint_base
@@ -88,6 +89,7 @@ class Handle:
         out_offsets: npt.ArrayLike | None = None,
         max_gap: int = 4096,
     ) -> int: ...
+    @overload
     def submit_gather(
         self,
         file: FileLike,
@@ -97,9 +99,22 @@ class Handle:
         *,
         out_offsets: npt.ArrayLike | None = None,
         max_gap: int = 4096,
-        result: Any = None,
+        result: None = None,
         after: Request | Iterable[Request] | None = None,
     ) -> Request[int]: ...
+    @overload
+    def submit_gather(
+        self,
+        file: FileLike,
+        offsets: npt.ArrayLike,
+        sizes: int | npt.ArrayLike,
+        out: Any,
+        *,
+        out_offsets: npt.ArrayLike | None = None,
+        max_gap: int = 4096,
+        result: _T,
+        after: Request | Iterable[Request] | None = None,
+    ) -> Request[_T]: ...
     def scatter(
         self,
         file: FileLike,

@@ -6,7 +6,7 @@ that ``import nvmeio.safetensors.torch`` can replace ``import safetensors.torch`
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -382,7 +382,7 @@ def load_model(
     device: str | int | torch.device = "cpu",
     *,
     backend: Literal["mmap", "pread"] = "mmap",
-) -> tuple[Collection[str], list[str]]:
+) -> tuple[set[str], list[str]]:
     """Read the state of a model from a file that ``save_model`` wrote.
 
     Parameters

@@ -64,10 +64,11 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
 
     Examples
     --------
+    >>> from pathlib import Path
     >>> import torch_checkpointing
     >>> import nvmeio.torch.torch_checkpointing
     >>> storage = nvmeio.torch.torch_checkpointing.Storage()
-    >>> storage.exists("run")
+    >>> storage.exists(Path("run"))
     False
     """
 

@@ -52,7 +52,7 @@ class _Place:
     sampler: Any = None
 
 
-class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types of torch
+class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no types of torch
     """Iterate over batches of a dataset, and read the next ones ahead, without workers.
 
     Parameters

@@ -73,7 +73,7 @@ class Flight:
                 request.exception()
 
 
-class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
+class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of torch
     """The base class of the datasets.
 
     ``sources`` are paths, which each process opens for itself, or open files and arrays of
@@ -284,6 +284,10 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
     def __getitems__(self, indices: Any) -> list[Any]:
         """Read the samples of a batch at once; torch's DataLoader calls this."""
         return self._samples(self._read(self._batch_rows(indices)))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Python would find __getitem__ by itself, but mypy does not.
+        return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own files.  One that is not started by this one may be on

@@ -10,8 +10,8 @@ import os
 import pickle
 import re
 import secrets
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
@@ -37,10 +37,17 @@ from nvmeio.torch.dcp._stored import LARGE_BYTES, PAGE
 
 __all__ = ["FileSystemWriter", "remove_unneeded"]
 
+P = ParamSpec("P")
+
 _log = logging.getLogger("nvmeio")
 
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
+
+
+def _like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
+    """Return ``functools.wraps(function)``, of a type that pyright binds as a method."""
+    return functools.wraps(function)
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):  # type: ignore[misc]
@@ -78,7 +85,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     >>> saved = checkpoint.save({"weight": torch.arange(4)}, storage_writer=writer)
     """
 
-    @functools.wraps(filesystem.FileSystemWriter.__init__)  # type: ignore[misc]
+    @_like(filesystem.FileSystemWriter.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
