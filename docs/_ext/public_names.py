@@ -1,13 +1,14 @@
 """The public names of nvmeio."""
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
 import nvmeio
 
-__all__ = ["public_modules", "public_names"]
+__all__ = ["public_members", "public_modules", "public_names"]
 
 
 def public_modules() -> Iterator[str]:
@@ -24,3 +25,16 @@ def public_names(module: str) -> Iterator[tuple[str, Any]]:
     for name in imported.__all__:
         if not name.startswith("_"):
             yield f"{module}.{name}", getattr(imported, name)
+
+
+def public_members(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names of a class's own and inherited members, and the members.
+
+    Members of base classes that are not nvmeio's are left out.
+    """
+    if not inspect.isclass(thing):
+        return
+    for member in dir(thing):
+        owner = next((kind for kind in thing.__mro__ if member in vars(kind)), None)
+        if owner and owner.__module__.startswith("nvmeio") and not member.startswith("_"):
+            yield f"{name}.{member}", inspect.getattr_static(thing, member)
