@@ -15,6 +15,7 @@ os.environ["COLUMNS"] = "88"
 
 import inventories  # noqa: E402
 import nvmeio  # noqa: E402
+import public_names  # noqa: E402
 
 project = "nvmeio"
 version = release = nvmeio.__version__
@@ -36,6 +37,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     # In docs/_ext.
     "c_headers",
+    "class_members",
     "command_line",
     "glossary_links",
     "linked_names",
@@ -61,18 +63,14 @@ autodoc_typehints = "none"
 autodoc_member_order = "groupwise"
 # They are documented without being installed.
 autodoc_mock_imports = ["lightning", "lightning_fabric", "megatron", "torch_checkpointing"]
-# Members of base classes that are not nvmeio's are left out.
-autosummary_context = {
-    "foreign": "object, dict, tuple, Exception, OSError, ValueError, Future, Dataset, "
-    "Optimizer, FileSystemReader, FileSystemWriter, StorageReader, StorageWriter"
-}
+# Members of these base classes are left out; class_members.py leaves out those in Python.
+autosummary_context = {"foreign": "object, dict, tuple, Exception, OSError, ValueError"}
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True
 numpydoc_xref_ignore = "all"
 numpydoc_xref_aliases = {
     word: f":obj:`{word} <{name}>`"
-    for word, name in inventories.ALIASES.items()
-    | {(name, f"nvmeio.{name}") for name in nvmeio.__all__ if name[0].isupper()}
+    for word, name in {**inventories.ALIASES, **public_names.classes()}.items()
 }
 intersphinx_mapping = inventories.write(ROOT / "build" / "docs" / "inventories")
 

@@ -1,31 +1,37 @@
-"""Find and run the examples in the docstrings of public names."""
+"""Find and run the examples in the docstrings of public names and of their members."""
 
 import doctest
+import pkgutil
 import re
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 import nvmeio
-from public_names import public_modules, public_names
+from public_names import public_members, public_modules, public_names
 
 __all__ = ["examples", "run_example"]
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# Examples that import these run in tests/deepspeed and tests/models, where they are
-# installed.
+# Examples that import these run in tests/deepspeed, tests/formats and tests/models, where
+# they are installed.
 ELSEWHERE = {"deepspeed", "lightning", "megatron", "torch_checkpointing"}
 
 
 def examples(*packages):
-    """Return the public names whose examples need these packages, by default none."""
+    """Return the names whose examples need these packages, by default none.
+
+    These are all public names, which must have an example, and members that have one.
+    """
     found = {}
     for module in public_modules():
         try:
-            # Several modules may export the same object.
             for name, thing in public_names(module):
-                found.setdefault(id(thing), (name, needed_by(thing.__doc__) & ELSEWHERE))
+                # Several modules may export the same object.
+                found.setdefault(id(thing), (name, needed_by(thing.__doc__)))
+                for member, part in public_members(name, thing):
+                    if ">>>" in (part.__doc__ or ""):
+                        found.setdefault(id(part), (member, needed_by(part.__doc__)))
         except ModuleNotFoundError as error:
             if error.name not in {"torch", *ELSEWHERE}:
                 raise
@@ -33,14 +39,13 @@ def examples(*packages):
 
 
 def needed_by(documented):
-    """Return the packages that an example imports."""
-    return set(re.findall(r">>> import (\w+)", documented))
+    """Return the packages of ELSEWHERE that an example imports."""
+    return ELSEWHERE.intersection(re.findall(r">>> (?:import|from) (\w+)", documented))
 
 
 def run_example(name, folder, monkeypatch):
-    """Run the example of a public name in a folder, with ``np`` and ``nvmeio`` imported."""
-    module, _, attribute = name.rpartition(".")
-    documented = getattr(import_module(module), attribute).__doc__
+    """Run the example of a name in a folder, with ``np`` and ``nvmeio`` imported."""
+    documented = pkgutil.resolve_name(name).__doc__
     for package in needed_by(documented):
         pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(folder)
@@ -48,6 +53,7 @@ def run_example(name, folder, monkeypatch):
     names = {"np": np, "nvmeio": nvmeio}
     test = doctest.DocTestParser().get_doctest(documented, names, name, None, 0)
     shown = "".join(example.source for example in test.examples)
+    attribute = name.rpartition(".")[2]
     assert attribute in shown, "the example does not use the name that it documents"
     printed = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=printed.append)

@@ -320,11 +320,13 @@ def test_a_script_module_is_loaded(path):
 
 
 def test_open_stream_returns_a_file(path):
-    assert open_stream is nvmeio.File
     with open_stream(path, "wb") as stream:
+        assert isinstance(stream, nvmeio.File)
         torch.save({"x": torch.arange(MIB)}, stream)
     with open_stream(path, "rb") as stream:
         assert torch.equal(torch.load(stream)["x"], torch.arange(MIB))
+    with pytest.raises(TypeError, match="'dirct'; did you mean 'direct'"):
+        open_stream(path, dirct=False)
 
 
 def test_a_short_write_of_a_stream_loses_nothing(faulty, default_engine):

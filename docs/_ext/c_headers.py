@@ -58,6 +58,8 @@ class CHeader(SphinxDirective):
             if found is None:
                 raise self.error(f"cannot read {text[at : at + 60]!r}")
             if found.re is _DECLARATION:
+                if found["function"] and not found[1]:
+                    raise self.error(f"no comment above {found['function']!r}")
                 yield from _described(found)
             at = found.end()
 

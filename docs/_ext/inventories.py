@@ -22,14 +22,20 @@ _NAMES = {
         py:class library/functions.html object
         py:class library/concurrent.futures.html concurrent.futures.Future
         py:class library/io.html io.BytesIO io.RawIOBase
+        py:exception library/asyncio-exceptions.html asyncio.CancelledError
+        py:exception library/concurrent.futures.html concurrent.futures.CancelledError
+        py:exception library/io.html io.UnsupportedOperation
         py:class library/os.html os.PathLike
         py:class library/pathlib.html pathlib.Path
         py:data library/constants.html False None True
-        py:exception library/exceptions.html BlockingIOError FileExistsError
-        py:exception library/exceptions.html FileNotFoundError IndexError KeyError
-        py:exception library/exceptions.html MemoryError ModuleNotFoundError OSError
-        py:exception library/exceptions.html NotADirectoryError PermissionError
-        py:exception library/exceptions.html RuntimeError TimeoutError TypeError ValueError
+        py:exception library/exceptions.html AttributeError BaseException
+        py:exception library/exceptions.html BlockingIOError Exception FileExistsError
+        py:exception library/exceptions.html FileNotFoundError ImportError IndexError
+        py:exception library/exceptions.html KeyError KeyboardInterrupt MemoryError
+        py:exception library/exceptions.html ModuleNotFoundError NotADirectoryError
+        py:exception library/exceptions.html NotImplementedError OSError OverflowError
+        py:exception library/exceptions.html PermissionError RuntimeError RuntimeWarning
+        py:exception library/exceptions.html TimeoutError TypeError UserWarning ValueError
         py:function library/asyncio-task.html asyncio.gather asyncio.timeout asyncio.wait
         py:function library/concurrent.futures.html concurrent.futures.as_completed
         py:function library/concurrent.futures.html concurrent.futures.wait
@@ -81,8 +87,7 @@ NAMES = {
     if kind.startswith("py:")
 }
 # What a type is called in a list of parameters, where that is not its whole name.
-ALIASES = {
-    **{name: name for name in NAMES if "." in name or not name.endswith("Error")},
+ALIASES = {name: name for name in NAMES} | {
     "Future": "concurrent.futures.Future",
     "Optimizer": "torch.optim.Optimizer",
 }

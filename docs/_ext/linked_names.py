@@ -1,4 +1,7 @@
-"""Names in code font become links to the reference; and every public name is in it."""
+"""Names in code font become links to the reference.
+
+Every public name must be in it, with an example, and so must the members of classes.
+"""
 
 import pkgutil
 from typing import Any
@@ -12,7 +15,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 import inventories
-from public_names import public_modules, public_names
+from public_names import public_members, public_modules, public_names
 
 __all__ = ["setup"]
 
@@ -51,13 +54,23 @@ def _link(literal: nodes.literal, domain: str, role: str, target: str) -> None:
 
 
 def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warn of public names that no page of the reference documents."""
+    """Warn of public names that the reference documents incompletely, or not at all."""
+    entries = {
+        name: entry
+        for name, entry in env.domains.python_domain.objects.items()
+        if not entry.aliased
+    }
     with mock(app.config.autodoc_mock_imports):
-        documented = {id(_thing(name)) for name in env.domains.python_domain.objects}
+        documented = {id(_thing(name)) for name in entries}
         for module in public_modules():
             for name, thing in public_names(module):
                 if id(thing) not in documented:
                     LOG.warning("%s is public, and on no page of docs/reference", name)
+                if ">>>" not in (thing.__doc__ or ""):
+                    LOG.warning("%s is public, and has no example", name)
+                for member, _ in public_members(name, thing) if name in entries else ():
+                    if member not in entries:
+                        LOG.warning("%s is public, and has no docstring", member)
 
 
 def _thing(name: str) -> Any:

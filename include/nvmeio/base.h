@@ -44,6 +44,8 @@ struct nvmeio_engine_info {
     char reason[256];    /* why it does not work, and what would help; else "" */
 };
 
+/* Return the version of the linked library, a static string; NVMEIO_VERSION is that of
+ * the header. */
 NVMEIO_API const char *nvmeio_version(void);
 
 /* Return the number of engines; their indices are in order of preference. */

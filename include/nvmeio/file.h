@@ -38,9 +38,14 @@ NVMEIO_API int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct 
 NVMEIO_API int nvmeio_file_dup(int fd, enum nvmeio_direct direct,
                                struct nvmeio_file **file);
 
+/* Take another reference, for nvmeio_file_release(). */
 NVMEIO_API void nvmeio_file_retain(struct nvmeio_file *file);
+
+/* Release a reference; the last one closes the file.  NULL is ignored. */
 NVMEIO_API void nvmeio_file_release(struct nvmeio_file *file);
 
+/* Store what the file permits and needs.  `direct` becomes false if the file has to
+ * give up O_DIRECT later. */
 NVMEIO_API void nvmeio_file_get_info(const struct nvmeio_file *file,
                                      struct nvmeio_file_info *info);
 
@@ -54,6 +59,8 @@ NVMEIO_API int nvmeio_file_is_at(const struct nvmeio_file *file, const char *pat
 /* Return the size in bytes now, also of a block device, or -errno. */
 NVMEIO_API int64_t nvmeio_file_size(const struct nvmeio_file *file);
 
+/* Set the size in bytes, by ftruncate(2): new bytes read as zeros.  Returns 0 or
+ * -errno: -EINVAL if the file is not open for writing. */
 NVMEIO_API int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size);
 
 /* Return how many pages of a part of an open file are in the page cache, by

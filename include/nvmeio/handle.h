@@ -76,12 +76,14 @@ NVMEIO_API void nvmeio_handle_unwatch(struct nvmeio_handle *handle, int fd);
 /* Return the number of requests in flight; 0 in a forked child. */
 NVMEIO_API unsigned nvmeio_handle_pending(struct nvmeio_handle *handle);
 
+/* Return the name of the engine in use, such as "io_uring"; a static string. */
 NVMEIO_API const char *nvmeio_handle_engine(struct nvmeio_handle *handle);
 
 /* Return why better engines were skipped; "" if none was.  Valid while the handle
  * is. */
 NVMEIO_API const char *nvmeio_handle_fallback(struct nvmeio_handle *handle);
 
+/* Store a consistent snapshot of the counters.  A forked child counts from zero. */
 NVMEIO_API void nvmeio_handle_stats(struct nvmeio_handle *handle,
                                     struct nvmeio_stats *stats);
 

@@ -62,6 +62,8 @@ NVMEIO_API void nvmeio_pool_free(void *address);
  * pinned.  Setting returns 1 if it changed anything, else 0; -EINVAL if no allocation
  * begins at `address`; -EBUSY if the mark of memory in use would be removed. */
 NVMEIO_API int nvmeio_pool_set_pinned(void *address, bool pinned);
+
+/* Return whether all of a range is in one pinned allocation. */
 NVMEIO_API bool nvmeio_pool_is_pinned(const void *address, size_t size);
 
 /* Whether the address is in the pool's memory, allocated or free. */
@@ -71,6 +73,7 @@ NVMEIO_API bool nvmeio_pool_holds(const void *address);
  * other memory is ignored.  Returns the number of uses afterwards, at least 0. */
 NVMEIO_API int nvmeio_pool_use(const void *address, int change);
 
+/* Store a snapshot of the pool's sizes and counters. */
 NVMEIO_API void nvmeio_pool_get_stats(struct nvmeio_pool_stats *stats);
 
 #ifdef __cplusplus

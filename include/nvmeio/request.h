@@ -103,6 +103,8 @@ NVMEIO_API int nvmeio_perform(struct nvmeio_handle *handle,
  * (negative: no limit); -EOWNERDEAD if it was submitted before a fork(). */
 NVMEIO_API int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns);
 
+/* Return whether the request is done, successfully or not, without waiting.  In a
+ * forked child, a request that was in flight at the fork() never is. */
 NVMEIO_API bool nvmeio_request_done(struct nvmeio_request *request);
 
 /* Store the outcome.  Returns 0, -EINPROGRESS, or -EOWNERDEAD as above.  A child can
@@ -115,6 +117,8 @@ NVMEIO_API int nvmeio_request_outcome(struct nvmeio_request *request,
  * submitted before a fork(). */
 NVMEIO_API int nvmeio_request_cancel(struct nvmeio_request *request);
 
+/* Release the caller's reference; NULL is ignored.  A request in flight goes on, and
+ * its memory must stay until it is done. */
 NVMEIO_API void nvmeio_request_release(struct nvmeio_request *request);
 
 #ifdef __cplusplus

@@ -131,6 +131,11 @@ class Completions(Generic[R]):
     ``as_completed`` returns it.  Unlike a generator, it survives exceptions: after an
     interruption or a cancellation, ask again, and no request is missed.
 
+    Parameters
+    ----------
+    requests, timeout
+        As for ``as_completed``.
+
     Examples
     --------
     >>> with nvmeio.Handle() as handle:

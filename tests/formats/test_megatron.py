@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import nvmeio  # noqa: E402
 import nvmeio.torch.megatron  # noqa: E402
+from docstring_examples import examples, run_example  # noqa: E402
 from helpers import warm  # noqa: E402
 from nvmeio.torch import BatchStream, MegatronDataset  # noqa: E402
 
@@ -173,3 +174,8 @@ def gpt_samples(prefix, installed):
     indices = np.arange(len(low))
     dataset = GPTDataset(copy, prefix, indices, 20, Split.train, config)
     return [dataset[index] for index in range(20)]
+
+
+@pytest.mark.parametrize("name", examples("megatron"))
+def test_the_example_in_a_docstring_runs(name, tmp_path, monkeypatch):
+    run_example(name, tmp_path, monkeypatch)

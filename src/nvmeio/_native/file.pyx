@@ -295,6 +295,14 @@ cdef class File:
         Notes
         -----
         Releases the GIL.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(b"two words", "text")
+        9
+        >>> with nvmeio.File("text") as file:
+        ...     file.read(3), file.read()
+        (b'two', b' words')
         """
         if type(size) is not int:
             size = -1 if size is None else integer("size", size)
@@ -336,6 +344,17 @@ cdef class File:
         Notes
         -----
         Releases the GIL.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.arange(4), "data.bin")
+        32
+        >>> array = np.empty(2, np.int64)
+        >>> with nvmeio.File("data.bin") as file:
+        ...     file.readinto(array)
+        16
+        >>> array
+        array([0, 1])
         """
         return in_turn(self, OP_READ, read_into, buffer)
 
@@ -417,11 +436,23 @@ cdef class File:
         Notes
         -----
         Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.File("text", "w") as file:
+        ...     file.write(b"two "), file.write(b"words")
+        (4, 5)
         """
         return in_turn(self, OP_WRITE, write_all, buffer)
 
     def writelines(self, lines, /) -> None:
-        """Write several buffers, one after another, without adding newlines."""
+        """Write several buffers, one after another, without adding newlines.
+
+        Parameters
+        ----------
+        lines : iterable of objects with the buffer protocol
+            The bytes to write, as for ``write``.
+        """
         for line in lines:
             self.write(line)
 
@@ -450,6 +481,14 @@ cdef class File:
             An argument is not an integer.
         ValueError
             An argument is out of range, or the file is closed.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(b"two words", "text")
+        9
+        >>> with nvmeio.File("text") as file:
+        ...     file.seek(4), file.read()
+        (4, b'words')
         """
         # The checks of whole() take 1 us.
         if type(offset) is not int or offset.bit_length() > 63:
@@ -482,6 +521,13 @@ cdef class File:
         Waits for earlier writes to the file through ``nvmeio.default_handle()``, and covers
         them.  The name of a new file is durable only after an fsync of its folder.
         Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.File("text", "w") as file:
+        ...     file.write(b"two words")
+        ...     file.fsync()
+        9
         """
         describe(self)
         _handle().fsync(self, data_only=data_only)
@@ -541,6 +587,12 @@ cdef class File:
         Notes
         -----
         Releases the GIL.  Writes in flight may make the file longer again.
+
+        Examples
+        --------
+        >>> with nvmeio.File("data.bin", "w") as file:
+        ...     file.truncate(1000), file.size
+        (1000, 1000)
         """
         if size is not None:
             size = file_position("size", size)

@@ -51,6 +51,13 @@ class GatherError(OSError):
 
     The others were transferred.  Also raised by ``scatter`` and ``write_many``.
 
+    Parameters
+    ----------
+    number, strerror, filename
+        As for ``OSError``.
+    failures : tuple of (int, int), optional
+        Index and errno of each failed record or item, in order of index.
+
     Attributes
     ----------
     index : int

@@ -228,6 +228,15 @@ cdef class Handle:
         -----
         If the profile's engine does not work in this process, "auto" replaces it, which is
         logged.  Each user has their own profiles: see ``nvmeio.profiles``.
+
+        Examples
+        --------
+        >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
+        >>> best = nvmeio.profiles.Choice({**options, "queue_depth": 32, "workers": 2}, {})
+        >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
+        >>> saved = nvmeio.profiles.save_profile(profile)
+        >>> nvmeio.Handle.from_profile(".").queue_depth
+        32
         """
         if path is MISSING:
             known = inspect.signature(Handle).parameters
@@ -437,6 +446,13 @@ cdef class Handle:
         ------
         OSError, TypeError, ValueError, RuntimeError
             As ``submit_read``.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(np.arange(1000), "data.bin")
+        ...     request.wait()
+        8000
         """
         if unknown:
             refuse_unknown(Handle.submit_write, unknown)
@@ -465,6 +481,13 @@ cdef class Handle:
         -----
         Releases the GIL while it waits.  The name of a new file is durable only after its
         directory was synced too; ``write_file(..., sync=True)`` does both.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.write(np.arange(1000), "data.bin")
+        ...     handle.fsync("data.bin")
+        8000
         """
         if unknown:
             refuse_unknown(Handle.fsync, unknown)
@@ -571,6 +594,13 @@ cdef class Handle:
         ------
         GatherError, OSError, TypeError, ValueError, RuntimeError, KeyboardInterrupt
             As ``read_many``.
+
+        Examples
+        --------
+        >>> items = [(bytes(1000), "first.bin", 0), (bytes(500), "second.bin", 0)]
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.write_many(items)
+        1500
         """
         if unknown:
             refuse_unknown(Handle.write_many, unknown)
@@ -626,6 +656,13 @@ cdef class Handle:
         ------
         OSError, TypeError, ValueError, RuntimeError
             As ``submit_read_many``.
+
+        Examples
+        --------
+        >>> items = [(bytes(1000), "first.bin", 0), (bytes(500), "second.bin", 0)]
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.submit_write_many(items).wait()
+        1500
         """
         if unknown:
             refuse_unknown(Handle.submit_write_many, unknown)
@@ -900,6 +937,14 @@ cdef class Handle:
         device alone.
 
         Works on a closed handle too.  A forked child starts from zero.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.write(bytes(1 << 20), "data.bin")
+        ...     handle.latencies().percentile_us(99) > 0
+        1048576
+        True
         """
         self.require_started()
         return Latencies(*self.core.latencies())
@@ -926,6 +971,14 @@ cdef class Handle:
         Also waits for callbacks, and for requests that they or other threads submit
         meanwhile.  Inside a callback it waits only for requests in flight.  Errors are not
         raised here, but by each request's ``wait``.  Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(np.arange(1000), "data.bin")
+        ...     handle.drain(timeout=60)
+        ...     request.done()
+        True
         """
         if unknown:
             refuse_unknown(Handle.drain, unknown)

@@ -357,6 +357,13 @@ cdef class Request:
         Notes
         -----
         Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(np.arange(1000), "data.bin")
+        ...     request.wait(timeout=60)
+        8000
         """
         if unknown:
             refuse_unknown(Request.wait, unknown)
@@ -368,7 +375,24 @@ cdef class Request:
         return self.outcome
 
     def result(self, timeout=None, **unknown):
-        """Wait until the transfer is done: ``wait`` by the name that futures use."""
+        """Wait until the transfer is done: ``wait`` by the name that futures use.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            As for ``wait``.
+
+        Returns
+        -------
+        int
+            As ``wait``, which also lists the errors.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.submit_write(np.arange(1000), "data.bin").result()
+        8000
+        """
         return self.wait(timeout, **unknown)
 
     def exception(self, timeout=None, **unknown):
@@ -433,6 +457,18 @@ cdef class Request:
         may be reused when ``wait()`` has raised, and not before.  After a cancelled read,
         each byte of the buffer is either the file's or the one from before, and nothing
         tells which.  A cancelled write leaves its part of the file undefined.
+
+        Examples
+        --------
+        >>> import contextlib
+        >>> from concurrent.futures import CancelledError
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(np.arange(1000), "data.bin")
+        ...     if request.cancel():
+        ...         with contextlib.suppress(CancelledError):
+        ...             request.wait()
+        >>> request.done()
+        True
         """
         cdef int dropped
         if self.finished or self.c == NULL:

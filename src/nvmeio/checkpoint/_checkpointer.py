@@ -83,6 +83,11 @@ class SaveFuture(Future[pathlib.Path]):
     abandons the save and returns True; it returns False once the folder is being renamed
     to its final name.
 
+    Parameters
+    ----------
+    step : int
+        The number of the step.
+
     Attributes
     ----------
     step : int

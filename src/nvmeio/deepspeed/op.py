@@ -40,6 +40,8 @@ class aio_handle(op.aio_handle):
 
     Attributes
     ----------
+    handle : Handle
+        The underlying handle, which raises errors; read-only.
     last_error : OSError or None
         The error of the latest -1; read-only.
 

@@ -6,7 +6,6 @@ nvmeio imports this module by itself when it is given the first tensor.
 import torch
 
 from nvmeio._memory.registry import register
-from nvmeio._native.file import File
 from nvmeio.torch import _tensors
 from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import (
@@ -20,7 +19,7 @@ from nvmeio.torch.data import (
 )
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
-from nvmeio.torch.serialization import load, save
+from nvmeio.torch.serialization import load, open_stream, save
 
 __all__ = [
     "ArrayDataset",
@@ -39,8 +38,5 @@ __all__ = [
     "save",
     "save_on_disk",
 ]
-
-# The file object for torch.save and torch.load.
-open_stream = File
 
 register(torch.Tensor, _tensors)

@@ -34,6 +34,19 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
     -----
     ``dataset.bin_reader = BinReader(path)`` works until the dataset is pickled.  After
     ``install()``, every new dataset has such a reader.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from megatron.core.datasets import indexed_dataset
+    >>> import nvmeio.torch.megatron
+    >>> builder = indexed_dataset.IndexedDatasetBuilder("tokens.bin", np.int32)
+    >>> builder.add_document(torch.arange(4), [4])
+    >>> builder.finalize("tokens.idx")
+    >>> dataset = indexed_dataset.IndexedDataset("tokens")
+    >>> dataset.bin_reader = nvmeio.torch.megatron.BinReader("tokens.bin")
+    >>> dataset[0]
+    array([0, 1, 2, 3], dtype=int32)
     """
 
     def __init__(self, bin_path: Path) -> None:
@@ -78,6 +91,19 @@ def install() -> None:
     Notes
     -----
     Applies with and without ``mmap``.  A second call changes nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from megatron.core.datasets import indexed_dataset
+    >>> import nvmeio.torch.megatron
+    >>> builder = indexed_dataset.IndexedDatasetBuilder("tokens.bin", np.int32)
+    >>> builder.add_document(torch.arange(4), [4])
+    >>> builder.finalize("tokens.idx")
+    >>> nvmeio.torch.megatron.install()
+    >>> indexed_dataset.IndexedDataset("tokens").get(0, offset=2)
+    array([2, 3], dtype=int32)
+    >>> nvmeio.torch.megatron.uninstall()
     """
     for name in _NAMES:
         if not hasattr(indexed_dataset, name):
@@ -92,7 +118,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Make new datasets use megatron-core's own readers again."""
+    """Make new datasets use megatron-core's own readers again; do nothing if they do.
+
+    Examples
+    --------
+    >>> from megatron.core.datasets import indexed_dataset
+    >>> import nvmeio.torch.megatron
+    >>> nvmeio.torch.megatron.install()
+    >>> nvmeio.torch.megatron.uninstall()
+    """
     for name, kind in _megatrons.items():
         setattr(indexed_dataset, name, kind)
     _megatrons.clear()

@@ -129,6 +129,11 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     GradScaler and checkpoints.  ``param_groups`` and ``defaults`` are those of the inner
     optimizer.  Hooks registered on either one are called once per step.
 
+    Parameters
+    ----------
+    optimizer, folder, memory
+        As for ``offload()``.
+
     Attributes
     ----------
     inner : torch.optim.Optimizer

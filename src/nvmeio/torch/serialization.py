@@ -8,7 +8,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,7 +21,10 @@ from nvmeio.default import default_handle
 from nvmeio.files import cut, new_contents
 from nvmeio.torch._saving import saving_with
 
-__all__ = ["load", "save"]
+if TYPE_CHECKING:
+    from nvmeio._native.file import _Mode
+
+__all__ = ["load", "open_stream", "save"]
 
 # torch.save calls write() three times for each tensor.  Without a buffer, saving 10,000
 # tensors of 4 KiB took a fifth longer (2 cores, ext4, 2026-11-25).  torch.load is no faster
@@ -215,6 +218,43 @@ def load(
                     return _read(file, picked, tensors, spans, out)
         found = _loaded(file, **options)
         return _delivered(_picked(found, chosen), out)
+
+
+@suggesting
+def open_stream(
+    path: Path, mode: "_Mode" = "r", *, direct: bool | Literal["auto"] = "auto"
+) -> File:
+    """Open a file object for functions that need one, such as torch.save and np.save.
+
+    Parameters
+    ----------
+    path, mode, direct
+        As for ``nvmeio.File``.
+
+    Returns
+    -------
+    File
+        The open file.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``nvmeio.File``.
+
+    See Also
+    --------
+    nvmeio.torch.save : Write a file of torch atomically, and durably.
+
+    Examples
+    --------
+    >>> import torch
+    >>> with nvmeio.torch.open_stream("model.pt", "w") as stream:
+    ...     torch.save({"bias": torch.zeros(3)}, stream)
+    >>> with nvmeio.torch.open_stream("model.pt") as stream:
+    ...     torch.load(stream)["bias"]
+    tensor([0., 0., 0.])
+    """
+    return File(path, mode, direct=direct)
 
 
 def _reopened(file: File) -> str:
