@@ -95,9 +95,9 @@ def test_impossible_arrays_are_refused():
         with pytest.raises(TypeError, match="must be an integer"):
             nvmeio.empty(shape)
     for shape in (2**62, (2**40, 2**40)):
-        with pytest.raises(MemoryError, match="addresses end at"):
+        with pytest.raises(MemoryError, match="bytes; the limit is"):
             nvmeio.empty(shape)
-    with pytest.raises(ValueError, match="extents end at"):
+    with pytest.raises(ValueError, match="no extent may exceed"):
         nvmeio.empty((10**30, 0))
     with pytest.raises(TypeError, match="pin_memory is 'no'"):
         nvmeio.empty(5, pin_memory="no")
