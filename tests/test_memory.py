@@ -163,11 +163,11 @@ def test_the_limit_of_a_control_group_bounds_the_pool(control_group):
     prefix = control_group(
         "memory", {"memory.limit_in_bytes": limit}, {"memory.max": limit}
     )
-    assert run_child("tell_limit", prefix=prefix).report["bytes_limit"] == limit // 2
+    assert run_child("report_limit", prefix=prefix).report["bytes_limit"] == limit // 2
 
 
 def test_the_environment_is_read_at_the_first_use():
-    found = run_child("tell_limit", env={"NVMEIO_POOL_BYTES": "64M"}).report
+    found = run_child("report_limit", env={"NVMEIO_POOL_BYTES": "64M"}).report
     assert found["bytes_limit"] == 64 << 20
 
 
