@@ -1,4 +1,4 @@
-"""Compares saves and loads of whole files with other tools.
+"""Compare saves and loads of whole files with other tools.
 
 Model files are compared with plain loops, safetensors, torch and other loaders; checkpoints
 of nested state with plain loops; those of two ranks with torch.distributed's own; an array
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import checkpoint_duels
-from duels import Duel, Goal, Sample, fight, measured
+from duels import Duel, Goal, Sample, compare, measured
 from loop_child import loop_child
 from machine import arguments, machine
 from model_files import model_duels
@@ -251,7 +251,7 @@ def main() -> None:
         # If it is missing, that was reported above.
         if importlib.util.find_spec("torch"):
             duels += rank_duels(Path(folder), 2 * options.size, stack)
-        fight(duels, options.rounds)
+        compare(duels, options.rounds)
     finish("checkpoint", about, duels, peers.left_out, options.json)
 
 

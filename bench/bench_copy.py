@@ -1,8 +1,8 @@
-"""Compares nvmeio.memcpy with other ways to copy arrays and tensors.
+"""Compare nvmeio.memcpy with other ways to copy arrays and tensors.
 
-It takes turns at the same copies with numpy.copyto and memmove on arrays, with Tensor.copy_
-on tensors, and with DeepSpeed's op if that is installed.  bench/README.md explains the
-tables and their results.
+It takes turns with numpy.copyto and memmove on arrays, with Tensor.copy_ on tensors, and
+with DeepSpeed's op if that is installed.  bench/README.md explains the tables and their
+results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import Duel, Goal, Sample, fight, measured, surroundings
+from duels import Duel, Goal, Sample, compare, measured, surroundings
 from machine import argument_parser, size_of
 from peers import Peers, deepspeed_op
 from report import Outcome, finish, size_name
@@ -202,7 +202,7 @@ def main() -> None:
     about = {**surroundings(), "rounds": rounds, "one processor busy": options.busy}
     about["kernels, small and large"] = ", ".join(settings.selected_kernels())
     with busy_processor(options.busy):
-        fight(found, rounds)
+        compare(found, rounds)
     finish("copy", about, found, peers.left_out, options.json)
     if options.plot:
         from charts import copies, save

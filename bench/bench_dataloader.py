@@ -1,9 +1,10 @@
-"""Compares samples a second through torch's DataLoader, each format beside its own reader.
+"""Compare samples a second through torch's DataLoader, each format beside its own reader.
 
 A BatchStream is compared with the reader through a DataLoader, both without workers.
 
-Reads random samples of files that are in the page cache (warm) or not (cold), without and
-with workers, and measures the memory that each takes.  bench/README.md explains the tables.
+Random samples are read from files that are in the page cache (warm) or not (cold), without
+and with workers, and the memory that each takes is measured.  bench/README.md explains the
+tables.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from duels import Duel, Goal, Sample, fight, measured, progress
+from duels import Duel, Goal, Sample, compare, measured, progress
 from machine import arguments, machine
 from peers import Peers
 from record_files import Format, formats
@@ -171,7 +172,7 @@ def main() -> None:
     with formats(options.dir, options.size, peers) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         found = list(duels(place))
-        fight(found, options.rounds)
+        compare(found, options.rounds)
     finish("dataloader", about, found, peers.left_out, options.json)
 
 

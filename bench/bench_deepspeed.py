@@ -1,4 +1,4 @@
-"""Compares DeepSpeed's own async_io op with nvmeio.deepspeed, by the same calls.
+"""Compare DeepSpeed's own async_io op with nvmeio.deepspeed, by the same calls.
 
 Both run in one process and take turns there, on the same files and with the same
 arguments.  Several such processes run one after the other, because the speed of pinned
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from duels import Duel, Goal, Sample, fight, measured, progress
+from duels import Duel, Goal, Sample, compare, measured, progress
 from machine import arguments, machine
 from peers import Peers, deepspeed_op
 from report import finish
@@ -223,22 +223,22 @@ def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
         yield Duel(f"copy, {what}", NAMES, (ours, theirs), False, goals)
 
 
-def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
+def compare_here(folder: Path, size: int, rounds: int) -> list[Duel]:
     """Run all comparisons of one process. The first round warms up."""
     # DeepSpeed keeps every file open until its wait().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ops = [op_of(name) for name in NAMES]
-    fought: list[Duel] = []
+    done: list[Duel] = []
     for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
         begun = list(duels)
         # With DeepSpeed imported, a full garbage collection takes as long as several turns
         # of small tensors, and would hit the same contestant in each round.
         gc.collect()
         gc.freeze()
-        fight(begun, rounds)
-        fought += begun
-    return fought
+        compare(begun, rounds)
+        done += begun
+    return done
 
 
 def first_read(name: str, path: str, is_pinned: bool) -> Sample:
@@ -333,12 +333,12 @@ def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
     for number in range(processes):
         progress(f"process {number + 1} of {processes}")
         try:
-            for duel in in_process(fight_here, folder, size, rounds):
+            for duel in in_process(compare_here, folder, size, rounds):
                 found.setdefault(
                     duel.work, dataclasses.replace(duel, rounds=[], rounds_each=rounds)
                 ).rounds.extend(duel.rounds)
             for duel in firsts:
-                duel.fight()
+                duel.run_round()
         except BrokenProcessPool:
             print(f"process {number + 1} was ended by a signal", file=sys.stderr)
     return [*found.values(), *firsts]

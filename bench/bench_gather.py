@@ -1,4 +1,4 @@
-"""Compares gathers with a plain loop, with fio, and with other ways to read rows in Python.
+"""Compare gathers with a plain loop, with fio, and with other ways to read rows in Python.
 
 Records of one size are read from random places of a large file that is in no cache.  Each
 round goes through all comparisons once.  bench/README.md explains the tables.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from duels import Duel, Goal, Sample, fight, measured
+from duels import Duel, Goal, Sample, compare, measured
 from loop_child import LoopChild, Turn, loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
@@ -53,7 +53,7 @@ ZIPF = 1.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Ground:
+class Scratch:
     """A file of random bytes, and memory to read into.
 
     Attributes
@@ -78,7 +78,7 @@ class Ground:
 
 
 @contextlib.contextmanager
-def ground(folder: Path, size: int) -> Iterator[Ground]:
+def make_scratch(folder: Path, size: int) -> Iterator[Scratch]:
     """Make the file and the memory, and remove the file on exit."""
     with contextlib.ExitStack() as stack:
         inside = stack.enter_context(
@@ -92,13 +92,13 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         for offset in range(0, size, TURN_BYTES):
             handle.submit_write(memory[: size - offset], file, offset).wait()
         handle.fsync(file)
-        yield Ground(path, size, handle, file, memory)
+        yield Scratch(path, size, handle, file, memory)
 
 
-def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
+def by_fio(scratch: Scratch, options: dict[str, int]) -> Callable[[], Sample]:
     """Return a turn in which fio reads as many random blocks as a gather reads rows."""
     options = {"norandommap": 1, "number_ios": ROWS, **options}
-    path, size = ground.path, ground.size
+    path, size = scratch.path, scratch.size
     return lambda: fio(path, size, "randread", ROW_BYTES, DEPTH, **options)
 
 
@@ -120,7 +120,7 @@ def distinct(rng: np.random.Generator, count: int, rows: int) -> np.ndarray:
 
 
 def gather(
-    ground: Ground,
+    scratch: Scratch,
     rows: int,
     row_bytes: int,
     choose: Choose = ORDERS["random"],
@@ -128,51 +128,51 @@ def gather(
 ) -> Callable[[], Sample]:
     """Return a turn of one gather."""
     rng = np.random.default_rng()
-    out = ground.memory[: rows * row_bytes]
+    out = scratch.memory[: rows * row_bytes]
 
     def turn() -> Sample:
-        offsets = choose(rng, rows, ground.size // row_bytes) * row_bytes
-        forget_cached(ground.path)
+        offsets = choose(rng, rows, scratch.size // row_bytes) * row_bytes
+        forget_cached(scratch.path)
         return measured(
-            lambda: ground.handle.gather(ground.file, offsets, row_bytes, out, **options)
+            lambda: scratch.handle.gather(scratch.file, offsets, row_bytes, out, **options)
         )
 
     return turn
 
 
 def peer(
-    ground: Ground, read: Callable[[np.ndarray], int], rows: int, row_bytes: int
+    scratch: Scratch, read: Callable[[np.ndarray], int], rows: int, row_bytes: int
 ) -> Callable[[], Sample]:
     """Return a turn of a peer, which gets the numbers of the rows."""
     rng = np.random.default_rng()
 
     def turn() -> Sample:
-        chosen = rng.integers(0, ground.size // row_bytes, rows)
-        forget_cached(ground.path)
+        chosen = rng.integers(0, scratch.size // row_bytes, rows)
+        forget_cached(scratch.path)
         return measured(lambda: read(chosen))
 
     return turn
 
 
-def memmap(ground: Ground, advice: int) -> Callable[[np.ndarray], int]:
+def memmap(scratch: Scratch, advice: int) -> Callable[[np.ndarray], int]:
     """Return a function that reads rows by numpy.memmap."""
 
     def read(rows: np.ndarray) -> int:
-        whole = np.memmap(ground.path, np.uint8, "r")
+        whole = np.memmap(scratch.path, np.uint8, "r")
         whole._mmap.madvise(advice)
         return int(whole.reshape(-1, ROW_BYTES)[rows].nbytes)
 
     return read
 
 
-def preadv(ground: Ground) -> Callable[[np.ndarray], int]:
+def preadv(scratch: Scratch) -> Callable[[np.ndarray], int]:
     """Return a function that reads rows by os.preadv with O_DIRECT."""
     views = [
-        ground.memory[i * ROW_BYTES : (i + 1) * ROW_BYTES].data for i in range(SLOW_ROWS)
+        scratch.memory[i * ROW_BYTES : (i + 1) * ROW_BYTES].data for i in range(SLOW_ROWS)
     ]
 
     def read(rows: np.ndarray) -> int:
-        descriptor = os.open(ground.path, os.O_RDONLY | os.O_DIRECT)
+        descriptor = os.open(scratch.path, os.O_RDONLY | os.O_DIRECT)
         try:
             return sum(
                 os.preadv(descriptor, [view], row * ROW_BYTES)
@@ -184,11 +184,11 @@ def preadv(ground: Ground) -> Callable[[np.ndarray], int]:
     return read
 
 
-def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
+def by_caio(scratch: Scratch, caio: Any) -> Callable[[np.ndarray], int]:
     """Return a function that reads rows by caio, one coroutine per row."""
 
     async def read_all(rows: list[int]) -> int:
-        descriptor = os.open(ground.path, os.O_RDONLY)
+        descriptor = os.open(scratch.path, os.O_RDONLY)
         try:
             async with caio.AsyncioContext(max_requests=DEPTH) as context:
                 found = await asyncio.gather(
@@ -201,42 +201,42 @@ def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
     return lambda rows: asyncio.run(read_all(rows.tolist()))
 
 
-def fio_duels(ground: Ground, place: str) -> Iterator[Duel]:
+def fio_duels(scratch: Scratch, place: str) -> Iterator[Duel]:
     """Compare gathers of 4 KiB with fio."""
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
-            gather(ground, ROWS, ROW_BYTES, max_gap=0),
-            by_fio(ground, options),
+            gather(scratch, ROWS, ROW_BYTES, max_gap=0),
+            by_fio(scratch, options),
         )
         work, names = f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}")
         yield Duel(work, names, turns, False, record_bytes=ROW_BYTES)
 
 
-def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
+def peer_duels(scratch: Scratch, caio: Any) -> Iterator[Duel]:
     """Compare gathers of 4 KiB with other ways to read them in Python."""
     peers = {
-        "numpy.memmap": memmap(ground, mmap.MADV_NORMAL),
-        "numpy.memmap, MADV_RANDOM": memmap(ground, mmap.MADV_RANDOM),
-        "os.preadv": preadv(ground),
+        "numpy.memmap": memmap(scratch, mmap.MADV_NORMAL),
+        "numpy.memmap, MADV_RANDOM": memmap(scratch, mmap.MADV_RANDOM),
+        "os.preadv": preadv(scratch),
     }
     if caio is not None:
-        peers["caio"] = by_caio(ground, caio)
+        peers["caio"] = by_caio(scratch, caio)
     for name, read in peers.items():
         turns = (
-            gather(ground, SLOW_ROWS, ROW_BYTES),
-            peer(ground, read, SLOW_ROWS, ROW_BYTES),
+            gather(scratch, SLOW_ROWS, ROW_BYTES),
+            peer(scratch, read, SLOW_ROWS, ROW_BYTES),
         )
         work = f"{SLOW_ROWS} rows of 4 KiB"
         yield Duel(work, ("gather", name), turns, False, record_bytes=ROW_BYTES)
 
 
-def merge_duels(ground: Ground) -> Iterator[Duel]:
+def merge_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare gathers that merge neighbours with gathers that do not."""
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
         turns = (
-            gather(ground, rows, row_bytes, ORDERS[order]),
-            gather(ground, rows, row_bytes, ORDERS[order], max_gap=0),
+            gather(scratch, rows, row_bytes, ORDERS[order]),
+            gather(scratch, rows, row_bytes, ORDERS[order], max_gap=0),
         )
         work, names = f"{order} rows of {row_bytes} B", ("max_gap=4096", "max_gap=0")
         yield Duel(work, names, turns, False, record_bytes=row_bytes)
@@ -263,11 +263,11 @@ def on_one_processor(turn: Turn, *pids: int) -> Turn:
     return take
 
 
-def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
+def loop_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]:
     """Compare gathers of 4 KiB with the plain loop."""
     turns = (
-        gather(ground, ROWS, ROW_BYTES, distinct, max_gap=0),
-        child.turn("plain gather", ground.path, ROW_BYTES, DEPTH, ROWS, "huge"),
+        gather(scratch, ROWS, ROW_BYTES, distinct, max_gap=0),
+        child.turn("plain gather", scratch.path, ROW_BYTES, DEPTH, ROWS, "huge"),
     )
     work, names = f"4 KiB x {DEPTH}, {place}", ("gather", "plain loop")
     goals = (Goal("speed", 0.95), *((Goal("CPU us", 2.5),) if place == "disk" else ()))
@@ -278,17 +278,17 @@ def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
 
 
 def all_duels(
-    places: dict[str, Ground], names: Sequence[str], child: LoopChild | None, peers: Peers
+    places: dict[str, Scratch], names: Sequence[str], child: LoopChild | None, peers: Peers
 ) -> tuple[list[Duel], list[Duel]]:
     """Return the comparisons of the chosen groups: with the plain loop, and all others."""
     loop: list[Duel] = []
     others: list[Duel] = []
     has_fio = "fio" in names and peers.has_fio()
-    for place, ground in places.items():
+    for place, scratch in places.items():
         if "loop" in names and child is not None:
-            loop += loop_duels(ground, place, child)
+            loop += loop_duels(scratch, place, child)
         if has_fio:
-            others += fio_duels(ground, place)
+            others += fio_duels(scratch, place)
     if "peers" in names:
         others += peer_duels(places["disk"], peers.module("caio"))
     if "merge" in names:
@@ -302,18 +302,18 @@ def main() -> None:
     peers = Peers()
     with contextlib.ExitStack() as stack:
         has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
-        places = {"disk": stack.enter_context(ground(options.dir, options.size))}
+        places = {"disk": stack.enter_context(make_scratch(options.dir, options.size))}
         if {"loop", "fio"}.intersection(options.only):
             size = min(options.size, 1 << 30)
             if mount := try_loop_mount(stack, size + (256 << 20), peers):
-                places["loop over tmpfs"] = stack.enter_context(ground(mount, size))
+                places["loop over tmpfs"] = stack.enter_context(make_scratch(mount, size))
         child = stack.enter_context(loop_child(peers))
         loop, others = all_duels(places, options.only, child, peers)
         about = machine(options.dir) | {"huge pages for fio": has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
         about["rounds beside the loop"] = options.loop_rounds
-        fight(loop, options.loop_rounds)
-        fight(others, options.rounds)
+        compare(loop, options.loop_rounds)
+        compare(others, options.rounds)
     finish("gather", about, loop + others, peers.left_out, options.json)
 
 

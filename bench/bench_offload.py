@@ -1,4 +1,4 @@
-"""Compares training beyond memory with the minimum that it can take.
+"""Compare training beyond memory with the minimum that it can take.
 
 Steps of optimizers whose states are on the drive, and training steps whose activations are
 on the drive, are compared with the same steps in memory and with a plain loop that moves as
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from activations import activation_duels
-from duels import fight
+from duels import compare
 from loop_child import loop_child
 from machine import arguments, machine
 from optimizers import optimizer_duels
@@ -35,7 +35,7 @@ def main() -> None:
             *optimizer_duels(Path(folder), options.size, child, peers, stack),
             *activation_duels(Path(folder), options.size, child),
         ]
-        fight(duels, options.rounds)
+        compare(duels, options.rounds)
     finish("offload", about, duels, peers.left_out, options.json)
 
 

@@ -1,4 +1,4 @@
-"""Compares the transfers of nvmeio with fio, with os.preadv and with each other.
+"""Compare the transfers of nvmeio with fio, with os.preadv and with each other.
 
 Each round goes through all comparisons once, on one file, so that changes in the disk's
 speed affect all alike.  bench/README.md explains the tables and their results.
@@ -17,14 +17,13 @@ from typing import Any
 import beside_loop
 import numpy as np
 import torch
-from duels import SPEED, Duel, Goal, fight, measured, progress
+from duels import SPEED, Duel, Goal, compare, measured, progress
 from loop_child import loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
 from peers import Peers, fio, huge_pages
 from report import finish
-from scratch import Ground, Move, pieces, whole
-from scratch import ground as make_ground
+from scratch import Move, Scratch, make_scratch, pieces, whole
 
 import nvmeio
 
@@ -57,19 +56,19 @@ FINALISTS = 3
 HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 48
 
 
-def by_fio(ground: Ground, op: str, depth: int) -> Move:
+def by_fio(scratch: Scratch, op: str, depth: int) -> Move:
     """Return a turn of fio with blocks of 1 MiB."""
-    size = ground.pool.nbytes
-    return lambda: fio(ground.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
+    size = scratch.pool.nbytes
+    return lambda: fio(scratch.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
 
 
 def recycled(
-    handle: nvmeio.Handle, ground: Ground, op: str, blocks: int, passes: int
+    handle: nvmeio.Handle, scratch: Scratch, op: str, blocks: int, passes: int
 ) -> Move:
     """Return a turn that moves the file through a few MiB of reused memory, as fio does."""
     submit = handle.submit_read if op == "read" else handle.submit_write
-    slots = ground.pool[: blocks << 20].split(1 << 20)
-    offsets = range(0, ground.pool.nbytes, 1 << 20)
+    slots = scratch.pool[: blocks << 20].split(1 << 20)
+    offsets = range(0, scratch.pool.nbytes, 1 << 20)
 
     def work() -> int:
         moved = 0
@@ -77,13 +76,13 @@ def recycled(
         for index, offset in enumerate(itertools.chain(*[offsets] * passes)):
             if len(requests) == len(slots):
                 moved += requests.popleft().wait()
-            requests.append(submit(slots[index % len(slots)], ground.file, offset))
+            requests.append(submit(slots[index % len(slots)], scratch.file, offset))
         return moved + sum(request.wait() for request in requests)
 
     return lambda: measured(work)
 
 
-def fio_duels(ground: Ground) -> Iterator[Duel]:
+def fio_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare pool memory with fio at the same block size and depth."""
     for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
         handle = nvmeio.Handle(block_size=1 << 20, queue_depth=depth)
@@ -92,8 +91,8 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
                 f"{op}, 1 MiB x {depth}",
                 ("requests of 1 MiB, memory as fio's", "fio"),
                 (
-                    recycled(handle, ground, op, depth, FIO_PASSES),
-                    by_fio(ground, op, depth),
+                    recycled(handle, scratch, op, depth, FIO_PASSES),
+                    by_fio(scratch, op, depth),
                 ),
                 op == "read",
             )
@@ -101,14 +100,14 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
             f"{op}, 1 MiB x {depth}",
             ("one request", "fio"),
             (
-                whole(handle, ground, op, ground.pool, FIO_PASSES),
-                by_fio(ground, op, depth),
+                whole(handle, scratch, op, scratch.pool, FIO_PASSES),
+                by_fio(scratch, op, depth),
             ),
             op == "read",
         )
 
 
-def memory_duels(ground: Ground) -> Iterator[Duel]:
+def memory_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare ordinary tensors with pool memory."""
     handle = nvmeio.Handle()
     for op in ("read", "write"):
@@ -116,8 +115,8 @@ def memory_duels(ground: Ground) -> Iterator[Duel]:
             f"{op}, one request",
             ("ordinary tensor", "pool memory"),
             (
-                whole(handle, ground, op, ground.ordinary),
-                whole(handle, ground, op, ground.pool),
+                whole(handle, scratch, op, scratch.ordinary),
+                whole(handle, scratch, op, scratch.pool),
             ),
             op == "read",
         )
@@ -160,19 +159,19 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
         )
 
 
-def route_duels(ground: Ground) -> Iterator[Duel]:
+def route_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare the route that "auto" chooses with every possible one."""
     chosen = nvmeio.Handle()
     others = {
         "direct": nvmeio.Handle(bounce="never"),
         "bounced": nvmeio.Handle(bounce="always"),
     }
-    pool = ("pool", lambda: ground.pool, True)
+    pool = ("pool", lambda: scratch.pool, True)
 
     def turn(handle: nvmeio.Handle, op: str, memory: Callable[[], Any]) -> Move:
-        return lambda: whole(handle, ground, op, memory())()
+        return lambda: whole(handle, scratch, op, memory())()
 
-    for name, memory, suits in (pool, *kinds_of_memory(ground.pool.nbytes)):
+    for name, memory, suits in (pool, *kinds_of_memory(scratch.pool.nbytes)):
         for op, (route, handle) in itertools.product(("read", "write"), others.items()):
             if route == "direct" and not suits:
                 continue
@@ -185,17 +184,17 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
             )
 
 
-def small_duels(ground: Ground) -> Iterator[Duel]:
+def small_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.Handle()
-    buffer = ground.pool[: min(SMALL_COUNT * SMALL_BYTES, ground.pool.nbytes)]
+    buffer = scratch.pool[: min(SMALL_COUNT * SMALL_BYTES, scratch.pool.nbytes)]
     for op in ("read", "write"):
         yield Duel(
             f"{op}, 64 MiB",
             (f"{buffer.nbytes // SMALL_BYTES} x 64 KiB", "one request"),
             (
-                pieces(handle, ground, op, buffer, SMALL_BYTES),
-                whole(handle, ground, op, buffer),
+                pieces(handle, scratch, op, buffer, SMALL_BYTES),
+                whole(handle, scratch, op, buffer),
             ),
             op == "read",
             alternations=4,
@@ -216,32 +215,32 @@ def described(options: dict[str, Any]) -> str:
     )
 
 
-def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
+def default_duel(scratch: Scratch, op: str, options: dict[str, Any]) -> Duel:
     """Compare a default handle with a configured one."""
     return Duel(
         f"{op}, pool memory",
         ("default handle", described(options)),
         (
-            whole(nvmeio.Handle(), ground, op, ground.pool),
-            whole(nvmeio.Handle(**options), ground, op, ground.pool),
+            whole(nvmeio.Handle(), scratch, op, scratch.pool),
+            whole(nvmeio.Handle(**options), scratch, op, scratch.pool),
         ),
         op == "read",
     )
 
 
-def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
+def finalists(scratch: Scratch, quick: bool) -> Iterator[Duel]:
     """Measure the grid, and yield comparisons with the configurations that look best."""
     for op in ("read", "write"):
         found = []
         for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
             progress(f"{op}, {described(options)}")
-            duel = default_duel(ground, op, options)
+            duel = default_duel(scratch, op, options)
             for _ in range(SCREENINGS):
-                duel.fight()
+                duel.run_round()
             found.append((statistics.median(SPEED.values(duel)), options))
         found.sort(key=lambda ratio_and_options: ratio_and_options[0])
         for _, options in found[: 1 if quick else FINALISTS]:
-            yield default_duel(ground, op, options)
+            yield default_duel(scratch, op, options)
 
 
 def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
@@ -249,29 +248,29 @@ def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
     return (dataclasses.replace(duel, goals=goals) for duel in duels)
 
 
-def groups(ground: Ground, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
+def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
     """Return functions that make the comparisons, by the names of --only."""
     return {
-        "fio": lambda: fio_duels(ground),
-        "memory": lambda: aiming(memory_duels(ground), Goal("speed", 0.8)),
-        "routes": lambda: aiming(route_duels(ground), Goal("speed", 0.95)),
-        "small": lambda: aiming(small_duels(ground), Goal("speed", 0.85)),
-        "default": lambda: aiming(finalists(ground, quick), Goal("speed", 0.95)),
+        "fio": lambda: fio_duels(scratch),
+        "memory": lambda: aiming(memory_duels(scratch), Goal("speed", 0.8)),
+        "routes": lambda: aiming(route_duels(scratch), Goal("speed", 0.95)),
+        "small": lambda: aiming(small_duels(scratch), Goal("speed", 0.85)),
+        "default": lambda: aiming(finalists(scratch, quick), Goal("speed", 0.95)),
     }
 
 
 GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "default")
 
 
-def loop_grounds(
-    stack: contextlib.ExitStack, disk: Ground, wanted: Sequence[str], peers: Peers
-) -> dict[str, Ground]:
+def loop_places(
+    stack: contextlib.ExitStack, disk: Scratch, wanted: Sequence[str], peers: Peers
+) -> dict[str, Scratch]:
     """Return the disk and, if root runs a row that needs it, a loop device, by name."""
     places = {"disk": disk}
     if beside_loop.ON_LOOP_DEVICE.intersection(wanted):
         size = beside_loop.LOOP_DEVICE_BYTES
         if mount := try_loop_mount(stack, size + (256 << 20), peers):
-            places["loop over tmpfs"] = stack.enter_context(make_ground(mount, size))
+            places["loop over tmpfs"] = stack.enter_context(make_scratch(mount, size))
     return places
 
 
@@ -280,16 +279,16 @@ def main() -> None:
     options = arguments(__doc__, ("1G", "64M"), (10, 3), groups=GROUPS, loop_rounds=True)
     peers = Peers()
     with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(make_ground(options.dir, options.size))
+        disk = stack.enter_context(make_scratch(options.dir, options.size))
         about = machine(options.dir)
         about |= {"size": options.size, "rounds": options.rounds}
         found: list[Duel] = []
         child = stack.enter_context(loop_child(peers))
         if set(beside_loop.GROUPS).intersection(options.only):
             about["rounds beside the loop"] = options.loop_rounds
-            places = loop_grounds(stack, disk, options.only, peers)
+            places = loop_places(stack, disk, options.only, peers)
             found += beside_loop.duels(options.only, places, child, stack)
-            fight(found, options.loop_rounds)
+            compare(found, options.loop_rounds)
         others = groups(disk, options.quick)
         if "fio" in options.only:
             if peers.has_fio():
@@ -298,7 +297,7 @@ def main() -> None:
             else:
                 del others["fio"]
         rest = [duel for name in options.only if name in others for duel in others[name]()]
-        fight(rest, options.rounds)
+        compare(rest, options.rounds)
     finish("transfer", about, found + rest, peers.left_out, options.json)
 
 

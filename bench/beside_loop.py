@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from duels import Duel, Goal, Sample, measured
 from loop_child import LoopChild
-from scratch import Ground, Move, scattered, whole
+from scratch import Move, Scratch, scattered, whole
 
 import nvmeio
 
@@ -74,14 +74,14 @@ def speed(op: str) -> Goal:
 
 
 def blocks(
-    child: LoopChild, ground: Ground, op: str, depth: int, kind: str, block: int = BLOCK
+    child: LoopChild, scratch: Scratch, op: str, depth: int, kind: str, block: int = BLOCK
 ) -> Move:
     """Return a turn in which the loop goes through the whole file."""
-    size = ground.pool.nbytes
-    return child.turn("plain blocks", op, ground.path, block, depth, size, kind)
+    size = scratch.pool.nbytes
+    return child.turn("plain blocks", op, scratch.path, block, depth, size, kind)
 
 
-def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def whole_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare one request for the whole file with the loop."""
     handles = {
         SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.Handle(queue_depth=SHALLOW_DEPTH)),
@@ -89,34 +89,34 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
     }
     for (depth, (name, handle)), op in itertools.product(handles.items(), OPS):
         turns = (
-            whole(handle, ground, op, ground.pool),
-            blocks(child, ground, op, depth, "huge"),
+            whole(handle, scratch, op, scratch.pool),
+            blocks(child, scratch, op, depth, "huge"),
         )
         work = f"{op}, one request, {name}"
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
 
 
-def own_folder(ground: Ground, block: int) -> Path:
+def own_folder(scratch: Scratch, block: int) -> Path:
     """Return the folder of files that have one piece each."""
-    return ground.path.parent / f"own-{block >> 10}"
+    return scratch.path.parent / f"own-{block >> 10}"
 
 
 def targets(
-    ground: Ground, place: str, stack: contextlib.ExitStack, block: int, count: int
+    scratch: Scratch, place: str, stack: contextlib.ExitStack, block: int, count: int
 ) -> dict[str, list[tuple[Any, int]]]:
     """Return the file and offset of each piece, by the way to name a file."""
     offsets = range(0, count * block, block)
     found: dict[str, list[tuple[Any, int]]] = {
-        "a path": [(str(ground.path), offset) for offset in offsets],
-        "a File": [(ground.file, offset) for offset in offsets],
+        "a path": [(str(scratch.path), offset) for offset in offsets],
+        "a File": [(scratch.file, offset) for offset in offsets],
     }
     # A loop device only has room for small pieces.
     if block == SMALL_BYTES or place == "disk":
-        folder = own_folder(ground, block)
+        folder = own_folder(scratch, block)
         folder.mkdir()
         own = []
         for index in range(min(count, FILES)):
-            nvmeio.write_file(ground.pool[:block], folder / str(index), atomic=False)
+            nvmeio.write_file(scratch.pool[:block], folder / str(index), atomic=False)
             own.append(stack.enter_context(nvmeio.File(folder / str(index), "r+")))
         os.sync()
         found[OWN_FILES] = [(file, 0) for file in own]
@@ -124,22 +124,22 @@ def targets(
 
 
 def python_duels(
-    ground: Ground, place: str, child: LoopChild, stack: contextlib.ExitStack
+    scratch: Scratch, place: str, child: LoopChild, stack: contextlib.ExitStack
 ) -> Iterator[Duel]:
     """Compare many requests of Python, one by one and in one call, with the loop."""
     handle = nvmeio.Handle()
     for block, most in PIECES.items():
-        count = min(most, ground.pool.nbytes // block)
-        kinds = targets(ground, place, stack, block, count)
+        count = min(most, scratch.pool.nbytes // block)
+        kinds = targets(scratch, place, stack, block, count)
         for (kind, files), op, way in itertools.product(kinds.items(), OPS, SPEEDS[place]):
-            views = ground.pool[: len(files) * block].split(block)
+            views = scratch.pool[: len(files) * block].split(block)
             items = [(view.numpy(), *at) for view, at in zip(views, files, strict=True)]
             goals = [Goal("speed", SPEEDS[place][way])]
             if place == "disk":
                 goals.append(Goal("CPU time", CPU_TIMES[block, way]))
-            plain = ("plain blocks", op, ground.path, block, DEPTH, len(files) * block)
+            plain = ("plain blocks", op, scratch.path, block, DEPTH, len(files) * block)
             if kind == OWN_FILES:
-                plain = ("plain open files", op, own_folder(ground, block), len(files))
+                plain = ("plain open files", op, own_folder(scratch, block), len(files))
                 plain += (block, DEPTH)
             loop = child.turn(*plain, "huge")
             yield Duel(
@@ -165,13 +165,13 @@ def moved(handle: nvmeio.Handle, op: str, items: Sequence[Any], way: str) -> Mov
     return lambda: measured(work)
 
 
-def submit_duels(ground: Ground) -> Iterator[Duel]:
+def submit_duels(scratch: Scratch) -> Iterator[Duel]:
     """Compare the submission of numpy views with that of tensors, without the waiting."""
     handle = nvmeio.Handle()
-    pieces = ground.pool[: SUBMISSIONS * PAGE_BYTES].split(PAGE_BYTES)
+    pieces = scratch.pool[: SUBMISSIONS * PAGE_BYTES].split(PAGE_BYTES)
     turns = {
-        "numpy views": submitted(handle, ground, [piece.numpy() for piece in pieces]),
-        "tensors": submitted(handle, ground, pieces),
+        "numpy views": submitted(handle, scratch, [piece.numpy() for piece in pieces]),
+        "tensors": submitted(handle, scratch, pieces),
     }
     both = ("numpy views", "tensors")
     for names, limit in ((both, 1.5), (both[::-1], 2.0)):
@@ -186,11 +186,11 @@ def submit_duels(ground: Ground) -> Iterator[Duel]:
         )
 
 
-def submitted(handle: nvmeio.Handle, ground: Ground, views: Sequence[Any]) -> Move:
+def submitted(handle: nvmeio.Handle, scratch: Scratch, views: Sequence[Any]) -> Move:
     """Return a turn that measures this thread's time until everything is submitted."""
 
     def turn() -> Sample:
-        submit, file = handle.submit_read, ground.file
+        submit, file = handle.submit_read, scratch.file
         cpu, begin = time.thread_time(), time.perf_counter()
         requests = [submit(view, file, 0) for view in views]
         taken = time.perf_counter() - begin, time.thread_time() - cpu
@@ -200,36 +200,36 @@ def submitted(handle: nvmeio.Handle, ground: Ground, views: Sequence[Any]) -> Mo
     return turn
 
 
-def ordinary_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def ordinary_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare ordinary tensors with the loop in pages of 4 KiB."""
     handle = nvmeio.Handle()
     for op in OPS:
         turns = (
-            whole(handle, ground, op, ground.ordinary),
-            blocks(child, ground, op, DEPTH, "small"),
+            whole(handle, scratch, op, scratch.ordinary),
+            blocks(child, scratch, op, DEPTH, "small"),
         )
         work = f"{op}, ordinary tensor in 4 KiB pages"
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (Goal("speed", 0.95),))
 
 
-def cpu_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def cpu_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare requests of 1 MiB from C with the loop."""
-    size = ground.pool.nbytes
+    size = scratch.pool.nbytes
     for op in OPS:
         turns = (
-            child.turn("engine blocks", op, ground.path, BLOCK, DEPTH, size),
-            blocks(child, ground, op, DEPTH, "huge"),
+            child.turn("engine blocks", op, scratch.path, BLOCK, DEPTH, size),
+            blocks(child, scratch, op, DEPTH, "huge"),
         )
         work = f"{op}, requests of 1 MiB from C"
         goals = (Goal("CPU time", 1.35),)
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", goals, BLOCK)
 
 
-def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
+def file_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]:
     """Compare small files, each opened by its path, with the loop on one file."""
-    folder = ground.path.parent / "small"
-    count = min(FILES, ground.pool.nbytes // FILE_BYTES)
-    views = ground.pool[: count * FILE_BYTES].split(FILE_BYTES)
+    folder = scratch.path.parent / "small"
+    count = min(FILES, scratch.pool.nbytes // FILE_BYTES)
+    views = scratch.pool[: count * FILE_BYTES].split(FILE_BYTES)
     files = [(view, str(folder / str(index))) for index, view in enumerate(views)]
     folder.mkdir()
     for view, path in files:
@@ -244,7 +244,7 @@ def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
         return sum(request.wait() for request in requests)
 
     for op in OPS:
-        one = ("plain blocks", op, ground.path, FILE_BYTES, DEPTH, count * FILE_BYTES)
+        one = ("plain blocks", op, scratch.path, FILE_BYTES, DEPTH, count * FILE_BYTES)
         all_ = ("plain files", op, folder, count, FILE_BYTES, DEPTH)
         for plain, what, aims in (
             (one, "on one file", (Goal("speed", goals[op]),)),
@@ -261,11 +261,11 @@ def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
             )
 
 
-def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def open_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare opening and closing a file from C with open(2) and close(2)."""
     turns = (
-        child.turn("engine opens", ground.path, OPENS),
-        child.turn("plain opens", ground.path, OPENS),
+        child.turn("engine opens", scratch.path, OPENS),
+        child.turn("plain opens", scratch.path, OPENS),
     )
     names = ("nvmeio_file_open, _release", "open, close")
     # Nothing waits, so CPU time equals run time, and does not depend on other load.
@@ -273,10 +273,10 @@ def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
     yield Duel("open and close", names, turns, False, goals, record_bytes=1)
 
 
-def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def thread_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare threads that each wait for their own request with threads that pread(2)."""
     for patience_ns, words in ((-1, "as long as it takes"), (PATIENCE_NS, "0.1 s a time")):
-        counts = (ground.path, THREADS, READS_EACH)
+        counts = (scratch.path, THREADS, READS_EACH)
         turns = (
             child.turn("engine threads", *counts, patience_ns),
             child.turn("plain threads", *counts),
@@ -286,18 +286,18 @@ def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         yield Duel(work, ("nvmeio", "pread"), turns, True, goals, PAGE_BYTES)
 
 
-def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
+def latency_duels(scratch: Scratch, place: str) -> Iterator[Duel]:
     """Compare synchronous reads of 4 KiB with os.preadv into the same memory."""
     handle = nvmeio.Handle()
-    buffer: np.ndarray = ground.pool[:PAGE_BYTES].numpy()
+    buffer: np.ndarray = scratch.pool[:PAGE_BYTES].numpy()
     yield Duel(
         f"read, 4 KiB synchronous, {place}",
         ("handle.read", "os.preadv"),
         tuple(
-            scattered(read, ground, READS, PAGE_BYTES)
+            scattered(read, scratch, READS, PAGE_BYTES)
             for read in (
-                lambda at: handle.read(buffer, ground.file, at),
-                lambda at: os.preadv(ground.descriptor, [buffer], at),
+                lambda at: handle.read(buffer, scratch.file, at),
+                lambda at: os.preadv(scratch.descriptor, [buffer], at),
             )
         ),
         True,
@@ -334,17 +334,17 @@ def written(handle: nvmeio.Handle, parts: Sequence[tuple[torch.Tensor, str]]) ->
     return lambda: measured(work)
 
 
-def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+def new_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     """Compare writes of new files with the loop after fallocate(2)."""
     handle = nvmeio.Handle()
-    size = ground.pool.nbytes
+    size = scratch.pool.nbytes
     kinds = {
-        "pool memory": (ground.pool, "huge", 1),
-        "ordinary tensor": (ground.ordinary, "small", 1),
-        f"pool memory, {NEW_FILES} files": (ground.pool, "huge", NEW_FILES),
+        "pool memory": (scratch.pool, "huge", 1),
+        "ordinary tensor": (scratch.ordinary, "small", 1),
+        f"pool memory, {NEW_FILES} files": (scratch.pool, "huge", NEW_FILES),
     }
     for name, (buffer, kind, count) in kinds.items():
-        prefix = ground.path.with_name("new")
+        prefix = scratch.path.with_name("new")
         paths = [Path(f"{prefix}.{index}") for index in range(count)]
         parts = list(zip(buffer.split(size // count), map(str, paths), strict=True))
 
@@ -355,12 +355,12 @@ def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         yield Duel(f"write, new, {name}", names, turns, False)
 
 
-Make = Callable[[Ground, LoopChild], Iterator[Duel]]
+Make = Callable[[Scratch, LoopChild], Iterator[Duel]]
 ON_DISK: dict[str, Make] = {
     "whole": whole_duels,
     "ordinary": ordinary_duels,
     "cpu": cpu_duels,
-    "submit": lambda ground, child: submit_duels(ground),
+    "submit": lambda scratch, child: submit_duels(scratch),
     "opens": open_duels,
     "threads": thread_duels,
     "new": new_duels,
@@ -372,7 +372,7 @@ GROUPS = (*ON_DISK, *sorted(ON_LOOP_DEVICE))
 
 def duels(
     names: Sequence[str],
-    places: dict[str, Ground],
+    places: dict[str, Scratch],
     child: LoopChild | None,
     stack: contextlib.ExitStack,
 ) -> Iterator[Duel]:
@@ -380,10 +380,10 @@ def duels(
     for name in names:
         if name in ON_DISK and child is not None:
             yield from ON_DISK[name](places["disk"], child)
-        for place, ground in places.items():
+        for place, scratch in places.items():
             if name == "files" and child is not None:
-                yield from file_duels(ground, place, child)
+                yield from file_duels(scratch, place, child)
             if name == "python" and child is not None:
-                yield from python_duels(ground, place, child, stack)
+                yield from python_duels(scratch, place, child, stack)
             if name == "latency":
-                yield from latency_duels(ground, place)
+                yield from latency_duels(scratch, place)

@@ -1,4 +1,4 @@
-"""Draws the charts of the documentation from the JSON of `make bench`.
+"""Draw the charts of the documentation from the JSON of `make bench`.
 
 The metadata of each chart names the JSON that it was drawn from.  ``--check`` compares only
 that, so it does not need matplotlib.

@@ -27,8 +27,8 @@ __all__ = [
     "Duel",
     "Goal",
     "Sample",
+    "compare",
     "device_bytes",
-    "fight",
     "measured",
     "progress",
     "surroundings",
@@ -202,7 +202,7 @@ class Duel:
         """Return the figures without the turns, which cannot be pickled."""
         return {**vars(self), "turns": ()}
 
-    def fight(self) -> None:
+    def run_round(self) -> None:
         """Run a round, and add its figures."""
         sums = [Sample(0, 0.0, 0.0, 0), Sample(0, 0.0, 0.0, 0)]
         for number in range(self.alternations):
@@ -267,12 +267,12 @@ class Duel:
         )
 
 
-def fight(duels: Sequence[Duel], rounds: int) -> None:
+def compare(duels: Sequence[Duel], rounds: int) -> None:
     """Run all comparisons once a round. The first round warms up, and does not count."""
     for number in range(rounds + 1):
         progress(f"round {number} of {rounds}")
         for duel in duels:
-            duel.fight()
+            duel.run_round()
     for duel in duels:
         del duel.rounds[0]
 

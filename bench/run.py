@@ -1,4 +1,4 @@
-"""Runs every benchmark, sized for 2 cores and 10 minutes, and writes the results.
+"""Run every benchmark, sized for 2 cores and 10 minutes, and write the results.
 
 One JSON file has all results.  If a script fails, the JSON has its last line of output, the
 others still run, and the exit status is 1.  A script whose requirements are missing is left

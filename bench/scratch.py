@@ -18,13 +18,13 @@ from duels import Sample, measured
 
 import nvmeio
 
-__all__ = ["Ground", "Move", "ground", "pieces", "scattered", "small_pages", "whole"]
+__all__ = ["Move", "Scratch", "make_scratch", "pieces", "scattered", "small_pages", "whole"]
 
 Move = Callable[[], Sample]
 
 
 @dataclasses.dataclass
-class Ground:
+class Scratch:
     """The file and the memory that contestants share.
 
     Attributes
@@ -49,7 +49,7 @@ class Ground:
 
 def whole(
     handle: nvmeio.Handle,
-    ground: Ground,
+    scratch: Scratch,
     op: str,
     buffer: torch.Tensor,
     passes: int = 1,
@@ -57,28 +57,28 @@ def whole(
     """Return a turn that moves a buffer in one request, several times."""
     submit = handle.submit_read if op == "read" else handle.submit_write
     return lambda: measured(
-        lambda: sum(submit(buffer, ground.file).wait() for _ in range(passes))
+        lambda: sum(submit(buffer, scratch.file).wait() for _ in range(passes))
     )
 
 
 def pieces(
-    handle: nvmeio.Handle, ground: Ground, op: str, buffer: torch.Tensor, size: int
+    handle: nvmeio.Handle, scratch: Scratch, op: str, buffer: torch.Tensor, size: int
 ) -> Move:
     """Return a turn that submits a request for each piece of a buffer, then waits."""
     submit = handle.submit_read if op == "read" else handle.submit_write
     views = list(enumerate(buffer.split(size)))
 
     def work() -> int:
-        requests = [submit(view, ground.file, index * size) for index, view in views]
+        requests = [submit(view, scratch.file, index * size) for index, view in views]
         return sum(request.wait() for request in requests)
 
     return lambda: measured(work)
 
 
-def scattered(read: Callable[[int], Any], ground: Ground, count: int, size: int) -> Move:
+def scattered(read: Callable[[int], Any], scratch: Scratch, count: int, size: int) -> Move:
     """Return a turn of synchronous reads at random offsets, by `read(offset)`."""
     generator = random.Random()
-    last = ground.pool.nbytes // size - 1
+    last = scratch.pool.nbytes // size - 1
 
     def turn() -> Sample:
         offsets = [size * generator.randint(0, last) for _ in range(count)]
@@ -107,7 +107,7 @@ def small_pages(nbytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def ground(folder: Path, size: int) -> Iterator[Ground]:
+def make_scratch(folder: Path, size: int) -> Iterator[Scratch]:
     """Make the file and the memory, and remove the file on exit."""
     with contextlib.ExitStack() as stack:
         inside = stack.enter_context(
@@ -120,4 +120,4 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         file = stack.enter_context(nvmeio.File(path, "r+", direct=True))
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         stack.callback(os.close, descriptor)
-        yield Ground(path, file, descriptor, pool, small_pages(size).copy_(pool))
+        yield Scratch(path, file, descriptor, pool, small_pages(size).copy_(pool))

@@ -1,4 +1,4 @@
-"""Fills the tables of measurements in the documentation from the committed JSON.
+"""Fill the tables of measurements in the documentation from the committed JSON.
 
 A table is between ``<!-- table: STYLE of SCRIPT from FILE -->`` and ``<!-- end -->``.
 STYLE is a key of `report.STYLES`.  SCRIPT is the name of a script, such as gather, or all.

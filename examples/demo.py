@@ -1,4 +1,4 @@
-"""Shows what nvmeio does: the machine, a round trip of tensors, training off the disk.
+"""Show what nvmeio does: the machine, a round trip of tensors, training off the disk.
 
 All files are in a temporary folder, which is removed at the end, also after Ctrl-C.  The
 exit status is 0 only if every byte came back unchanged.

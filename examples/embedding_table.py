@@ -1,4 +1,4 @@
-"""Trains an embedding table that stays on disk, from two processes at once.
+"""Train an embedding table that stays on disk, from two processes at once.
 
 The table and the states of the optimizer are files with one row per id.  Each step has a
 batch of ids.  One process owns the even ids, and the other one the odd ids.  A process

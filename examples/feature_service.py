@@ -1,4 +1,4 @@
-"""Answers requests for rows of a feature file over a socket, in one event loop.
+"""Answer requests for rows of a feature file over a socket, in one event loop.
 
 The script starts the service and some clients, which together ask 2,000 times for rows.
 Some requests are cancelled by the client, and some time out in the service; both cancel the

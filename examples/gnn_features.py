@@ -1,4 +1,4 @@
-"""Trains a small graph network on features that do not fit into memory.
+"""Train a small graph network on features that do not fit into memory.
 
 The process first limits its own memory.  Features and edges are files, which are built in
 parts.  Each step gathers the neighbours of some nodes, and then the features of all of

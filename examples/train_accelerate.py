@@ -1,4 +1,4 @@
-"""Trains a model with accelerate, with checkpoints that appear whole or not at all.
+"""Train a model with accelerate, with checkpoints that appear whole or not at all.
 
     python examples/train_accelerate.py --folder run --steps 20
 

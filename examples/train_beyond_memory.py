@@ -1,4 +1,4 @@
-"""Trains a transformer in less memory than it needs, with the rest of it on a drive.
+"""Train a transformer in less memory than it needs, with the rest of it on a drive.
 
 The text is the sources and licences that come with Python and Debian.  The same training
 runs twice: as an ordinary loop, and with optimizer states and activations on the drive.

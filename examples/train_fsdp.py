@@ -1,4 +1,4 @@
-"""Trains a model in shards on several ranks, and continues where it was killed.
+"""Train a model in shards on several ranks, and continue where it was killed.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py --folder run --steps 40
 

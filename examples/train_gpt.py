@@ -1,4 +1,4 @@
-"""Trains a small GPT on several ranks, kills one of them, and continues where it was.
+"""Train a small GPT on several ranks, kill one of them, and continue where it was.
 
     python examples/train_gpt.py
 

@@ -1,9 +1,8 @@
-"""What the script ``nvmeio`` and ``python -m nvmeio`` run, ended by Ctrl-C at any moment.
+"""Run ``nvmeio`` and ``python -m nvmeio``, so that Ctrl-C ends them at any moment.
 
 It is outside of the package, whose import takes some tenths of a second for numpy and the
 extensions.  Nothing has to be cleaned up by then, so a signal handler ends the process: an
-exception might come while an extension is loaded, which would print it or make another
-error of it.
+extension that is being loaded would print an exception, or raise another error instead.
 """
 
 import os
@@ -15,7 +14,7 @@ __all__ = ["main"]
 
 def main() -> int:
     """Run ``nvmeio``; return the exit status."""
-    # Whoever runs it in the background may have Ctrl-C ignored.
+    # A shell that runs it in the background may have made it ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: _interrupted())
     from nvmeio._cli import main as command

@@ -32,7 +32,7 @@ OFF = ("", "0", "false", "no", "off")
 
 
 class Follower:
-    """Finds no module itself; of PLACES it has what the other finders found do more."""
+    """Finds no module itself; makes the modules in PLACES install nvmeio when executed."""
 
     asking = threading.local()
 
@@ -50,7 +50,7 @@ class Follower:
 
     @classmethod
     def ask_others(cls, name, path, target):
-        """Return what another finder finds, with a loader that does more."""
+        """Return the spec that another finder finds; its loader also installs nvmeio."""
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find and finder is not cls else None
@@ -79,7 +79,10 @@ def follow(loader):
 
 
 def install(variable, module):
-    """Install nvmeio, whose absence must not look like that of the package it goes into."""
+    """Install nvmeio; raise RuntimeError if it cannot be imported.
+
+    An ImportError would look as if the package that imports ``module`` was missing.
+    """
     try:
         # Packages before their parts.  Importing a part holds its lock while it waits for
         # the package, and another thread that imports the package may need the part.
@@ -96,7 +99,7 @@ def install(variable, module):
 
 
 def wanted(variable):
-    """Tell whether a variable is set; a program may change it while it runs."""
+    """Return whether a variable is set; a program may change it while it runs."""
     return os.environ.get(variable, "").strip().lower() not in OFF
 
 

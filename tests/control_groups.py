@@ -8,11 +8,10 @@ import pytest
 
 @pytest.fixture
 def control_group():
-    """Return a function that makes a control group and returns a command prefix to run in
-    it.
+    """A function that makes a control group, and returns a command prefix to run in it.
 
-    Its arguments are the controller, and the files and values of version 1 and of version
-    2.
+    Its arguments are the controller, and for each version of control groups a dict from
+    files to values.
     """
     made = []
 

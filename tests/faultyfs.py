@@ -81,7 +81,7 @@ class FaultyFS(fuse.Operations):
             fault["times"] -= 1
 
     def flip(self, call, fault, data, offset):
-        """Return the bytes, with the byte changed that a fault says."""
+        """Return the bytes, one of them changed if a fault says so."""
         position = fault.get("flip", -1) - offset
         if not 0 <= position < len(data):
             return data

@@ -102,7 +102,7 @@ def loop_devices():
 
 @contextlib.contextmanager
 def device_maker(folder):
-    """Lend a function (size, sector) that makes a loop device, and returns its path."""
+    """Yield a function (size, sector) that makes a loop device, and returns its path."""
     made = []
 
     def make(size, sector=512):
@@ -229,9 +229,9 @@ def with_file(folder, path, text):
 
     A sysctl is global, so a file in `folder` is mounted over it.
     """
-    told = folder / os.path.basename(path)
-    told.write_text(text)
-    return with_mounts(f'mount --bind "$0" {path}', told)
+    replacement = folder / os.path.basename(path)
+    replacement.write_text(text)
+    return with_mounts(f'mount --bind "$0" {path}', replacement)
 
 
 def with_read_only(folder):

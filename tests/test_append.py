@@ -203,7 +203,7 @@ class TestRefusing:
         path.write_bytes(filled_header((9,)) + bytes(36))
         before = path.read_bytes()
         with ArrayFile(path, mode="r+") as array:
-            with pytest.raises(ValueError, match=r"room for 56 bytes, .*save\(\) it anew"):
+            with pytest.raises(ValueError, match=r"room for 56 bytes, .*save it anew with"):
                 array.append([1, 2])
             assert path.read_bytes() == before
             assert array.shape == (9,)
@@ -226,7 +226,7 @@ class TestRefusing:
         path.write_bytes(bytes(range(24)))
         with (
             ArrayFile(path, dtype="u1", shape=(2, 3), mode="r+") as array,
-            pytest.raises(ValueError, match="bytes are behind the array"),
+            pytest.raises(ValueError, match="bytes follow the array"),
         ):
             array.append([[1, 2, 3]])
         with ArrayFile(path, dtype="u1", shape=(-1, 3), offset=3, mode="r+") as array:

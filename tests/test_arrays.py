@@ -551,7 +551,7 @@ class TestCreating:
             lambda: ArrayFile.create(path, (1,), dtype),
             lambda: nvmeio.save(path, np.zeros(1, dtype)),
         ):
-            with pytest.raises(ValueError, match=r"5000 fields has .* reads 10000"):
+            with pytest.raises(ValueError, match=r"5000 fields has .* reads at most 10000"):
                 call()
         assert not path.exists()
 

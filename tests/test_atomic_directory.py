@@ -330,7 +330,7 @@ class TestCleanup:
             os.close(held)
 
     def test_a_leftover_whose_process_number_was_reused_is_removed(self, tmp_path):
-        """The start time tells the living process from the dead one."""
+        """The start time distinguishes the living process from the dead one."""
         self.killed(tmp_path / "a")
         (name,) = os.listdir(tmp_path)
         words = name.rpartition(".")[0].split("-")

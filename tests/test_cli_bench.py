@@ -529,7 +529,7 @@ def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, tmp_path):
             "two blocks of --random-block-size 1 MiB",
         ),
         (["--queue-depth", "0"], "from 1 to 32768"),
-        (["--only", "read,sing"], "'sing' must be of"),
+        (["--only", "read,sing"], "'sing' must be one of"),
         (["--direct", "--buffered"], "not allowed with"),
         (["--memory", "tape"], "invalid choice"),
         (["--plot", "chart.gif"], "must end in .png or .svg"),

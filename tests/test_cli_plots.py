@@ -53,7 +53,7 @@ def test_bars_name_their_quantities_units_and_contestants(contests):
 @pytest.mark.parametrize(
     "milliseconds", [(1.31, 38.8), (26.2, 38.8), (30.0, 30.0), (0.01, 1.2), (0.02, 6000)]
 )
-def test_latencies_can_be_told_from_each_other(milliseconds):
+def test_latencies_can_be_read_from_the_axis(milliseconds):
     read = Contest("read", 1, {})
     read.samples = {
         str(number): [Sample(1, 1, 1.0, 0.1, dict.fromkeys((50.0, 99.0, 99.9), ms * 1e3))]

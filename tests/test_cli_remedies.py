@@ -588,7 +588,7 @@ def test_the_summary_says_if_nothing_is_fast():
     assert text.startswith("no fast engine is in use here: a seccomp profile blocks the ")
 
 
-def test_the_summary_tells_problems_of_a_path_from_those_of_the_machine():
+def test_the_summary_distinguishes_problems_of_a_path_and_of_the_machine():
     found = summary(SYSTEM, INSTALLED, STORAGE, Storage("/x", error="No such file"))
     assert found == (
         "none",

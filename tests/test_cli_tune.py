@@ -252,7 +252,7 @@ def test_the_best_settings_are_shown_and_saved(folder, configuration, tmp_path_f
     check_block(done.out, report["aio"], out / "ds.json")
 
 
-def test_the_options_without_a_key_in_deepspeeds_block_are_told():
+def test_the_options_without_a_key_in_deepspeeds_block_are_named():
     best = {**DEFAULT, "engine": "libaio", "bounce": "never"}
     assert tune._beyond_the_block(best, keeps=True) == (
         "The block has no key for the engine and bounce: set NVMEIO_ENGINE=libaio "

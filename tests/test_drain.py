@@ -79,7 +79,7 @@ def target(request, tmp_path):
 
 
 class Watched:
-    """A place that records the calls, and fails as told."""
+    """A place that records the calls, and raises `failures` by name."""
 
     def __init__(self, place):
         self.place, self.done, self.failures = place, [], {}

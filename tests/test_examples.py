@@ -161,7 +161,7 @@ def test_an_embedding_table_ends_as_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("start", [True, False], ids=["before the start", "after it"])
-def test_a_process_of_an_embedding_table_that_dies_is_told(
+def test_a_process_of_an_embedding_table_that_dies_is_reported(
     tmp_path, monkeypatch, capsys, start
 ):
     example = module_of("embedding_table.py", monkeypatch)

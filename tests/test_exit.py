@@ -60,7 +60,7 @@ def test_development_mode_prints_no_warning(leave, hold):
 )
 @IN_FLIGHT
 def test_bytes_arrive_in_any_order_of_dropped_references(slow, engine, way):
-    report = run_child("let_go_in_flight", **slow, engine=engine, way=way).report
+    report = run_child("drop_in_flight", **slow, engine=engine, way=way).report
     assert report["pending"] == 3
     assert report["fired"]["read.delay_s"] > 0
 
@@ -68,8 +68,8 @@ def test_bytes_arrive_in_any_order_of_dropped_references(slow, engine, way):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_thread_opens_the_default_handle_again_at_exit(tmp_path, engine):
     done = run_child("end_amid_submissions", folder=str(tmp_path), engine=engine)
-    told = "the interpreter is ending; no handle can be opened any more"
-    assert done.report == {"same": True, "pending": 0, "told": told}
+    error = "the interpreter is ending; no handle can be opened any more"
+    assert done.report == {"same": True, "pending": 0, "error": error}
 
 
 # close() must refuse new requests before it waits; otherwise it would wait forever.

@@ -295,7 +295,7 @@ def test_without_locked_memory_everything_works_unlocked(
         assert report["engine"] == (fallback if engine == "auto" else engine)
     if report["log"] and engines["io_uring"]["works"]:
         # Rings count toward the limit, under any errno of the kernel.
-        assert "ulimit -l is 0 KiB" in report["log"][0]
+        assert "raise ulimit -l, which is 0 KiB" in report["log"][0]
     assert bool(report["log"]) == (engine == "auto" and report["engine"] == fallback)
 
 

@@ -731,7 +731,7 @@ class TestAsCompleted:
         order, listening = [4, 2, 0, 3, 1], threading.Event()
         listen = Listener.listen
 
-        def listen_and_tell(self, requests):
+        def listen_and_signal(self, requests):
             count = listen(self, requests)
             listening.set()
             return count
@@ -749,7 +749,7 @@ class TestAsCompleted:
             # One is done before the wait, the others during it.
             requests[4].cancel()
             requests[4].done()
-            monkeypatch.setattr(Listener, "listen", listen_and_tell)
+            monkeypatch.setattr(Listener, "listen", listen_and_signal)
             canceller = threading.Thread(target=cancel_in_turn)
             canceller.start()
             found = collected(requests[:5])

@@ -56,9 +56,9 @@ def test_memory_is_an_aligned_writable_buffer_of_its_size(size):
 
 
 def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError, match="0 or more, not -1"):
+    with pytest.raises(ValueError, match="nbytes is -1; it must be 0 or more"):
         PoolMemory(-1)
-    with pytest.raises(ValueError, match="0 or more, not -1"):
+    with pytest.raises(ValueError, match="nbytes is -1; it must be 0 or more"):
         new_pinned(-1)
 
 

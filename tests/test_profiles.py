@@ -86,7 +86,7 @@ def chosen(handle):
         return handle.__reduce__()[1][1]
 
 
-def told(handle):
+def properties_of(handle):
     """Return the properties of a handle, and close it."""
     with handle:
         return {name: getattr(handle, name) for name in DEFAULTS}
@@ -359,7 +359,7 @@ class TestEnvironment:
     def test_the_only_profile_is_used(self, saved, monkeypatch):
         monkeypatch.chdir("/proc")
         for handle in (nvmeio.Handle(), nvmeio.aio_handle().handle):
-            assert told(handle) == {**DEFAULTS, **saved.both.options}
+            assert properties_of(handle) == {**DEFAULTS, **saved.both.options}
 
     @pytest.mark.usefixtures("auto", "another")
     def test_of_several_profiles_the_current_folders_is_used(
@@ -470,7 +470,7 @@ class TestEnvironment:
     def test_the_op_keeps_deepspeeds_defaults(self, saved):
         """Only engine and bounce come from the profile, which DeepSpeed does not know."""
         for passed in ({}, {"engine": "sync", "bounce": "always"}):
-            found = told(nvmeio.deepspeed.aio_handle(**passed).handle)
+            found = properties_of(nvmeio.deepspeed.aio_handle(**passed).handle)
             own = {name: saved.both.options[name] for name in ("engine", "bounce")}
             assert found == {**DEFAULTS, **own, **passed}
 

@@ -429,7 +429,7 @@ def test_memory_with_its_own_version_counter_is_written_again(saving):
         ones = torch.ones(1, requires_grad=True)
         first = Saves.apply(ones, x)
         before = bits(x)
-        # It has the same version as x; only its own counter tells them apart.
+        # It has the same version as x; only the counters differ.
         torch._C._autograd._unsafe_set_version_counter((alias,), (0,))
         x.numpy()[:] = 3
         second = Saves.apply(ones, alias)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 # Imported after the check, because the module needs torch.
 from nvmeio._memory.registry import library_of_dtype  # noqa: E402
 from nvmeio.torch import _tensors as tensors  # noqa: E402
-from nvmeio.torch._dtypes import carrier, dress, undress  # noqa: E402
+from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor  # noqa: E402
 
 DTYPES = sorted(
     (
@@ -31,10 +31,10 @@ def test_tensors_become_arrays_and_tensors_again(dtype):
     if dtype is torch.bool:
         raw %= 2
     tensor = raw.view(dtype).view(2, 3, 4)
-    array = undress(tensor, dtype)
+    array = to_carrier(tensor, dtype)
     assert (array.dtype, array.shape) == (carrier(dtype), tensor.shape)
     assert array.dtype.itemsize == dtype.itemsize
-    again = dress(array, dtype)
+    again = to_tensor(array, dtype)
     assert (again.dtype, again.shape) == (dtype, tensor.shape)
     assert torch.equal(bits(again), bits(tensor))
     assert again.data_ptr() == array.ctypes.data
@@ -44,13 +44,13 @@ def test_a_dtype_that_numpy_has_is_its_own():
     assert carrier(torch.float16) == np.float16
     assert carrier(torch.uint64) == np.uint64
     assert carrier(torch.bfloat16) == np.dtype("V2")
-    np.testing.assert_array_equal(undress(2.5, torch.float32), np.float32(2.5))
+    np.testing.assert_array_equal(to_carrier(2.5, torch.float32), np.float32(2.5))
 
 
 def test_lazy_views_are_resolved():
     tensor = torch.tensor([1 + 2j])
-    assert undress(tensor.conj(), torch.complex64)[0] == 1 - 2j
-    assert undress(tensor.conj().imag, torch.float32)[0] == -2
+    assert to_carrier(tensor.conj(), torch.complex64)[0] == 1 - 2j
+    assert to_carrier(tensor.conj().imag, torch.float32)[0] == -2
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ class TestIndex:
     )
     def test_an_invalid_index_is_refused(self, tmp_path, text):
         (tmp_path / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-        refused(tmp_path, r"index.json' is no index of MDS shards")
+        refused(tmp_path, r"index.json' is not an index of MDS shards")
 
     def test_a_missing_index_is_named(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"index\.json"):

@@ -95,9 +95,9 @@ def test_impossible_tensors_are_refused():
         nvmeio.torch.empty(3, dtype=torch.quint8)
     with pytest.raises(TypeError, match="tensor is of type ndarray"):
         nvmeio.torch.empty_like(np.ones(3))
-    with pytest.raises(ValueError, match="extents end at"):
+    with pytest.raises(ValueError, match="no extent may exceed"):
         nvmeio.torch.empty(10**30, 0)
-    with pytest.raises(MemoryError, match="addresses end at"):
+    with pytest.raises(MemoryError, match="bytes; the limit is"):
         nvmeio.torch.empty(2**62)
     with pytest.raises(ValueError, match="numa_node is 63"):
         nvmeio.torch.empty(5, numa_node=63)

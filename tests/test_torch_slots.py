@@ -273,11 +273,11 @@ def test_writing_waits_only_while_memory_is_full(faulty_slots, monkeypatch):
     assert file.held == 3 * SIZE
     waits, wait = threading.Event(), _offload.slots._outcome
 
-    def told(slot):
+    def signal(slot):
         waits.set()
         return wait(slot)
 
-    monkeypatch.setattr(_offload.slots, "_outcome", told)
+    monkeypatch.setattr(_offload.slots, "_outcome", signal)
     thread = threading.Thread(target=lambda: slots.append(written(file, 3)))
     thread.start()
     assert waits.wait(WATCHDOG_S)

@@ -245,7 +245,7 @@ GOOD = block() + END
 DAMAGED = {
     "gzip": (gzip.compress(GOOD), "is compressed by gzip: decompress it"),
     "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "is compressed by zstd"),
-    "text": (b"text" * 200, "is no tar archive"),
+    "text": (b"text" * 200, "is not a tar archive"),
     "short": (b"text", "is cut short: it ends within a header"),
     "empty": (b"", "is empty"),
     "cut header": (GOOD[:512] + GOOD[:100], "is cut short: it ends within a header"),
@@ -257,9 +257,9 @@ DAMAGED = {
         GOOD[:512] + b"x" + GOOD[1:],
         r"has an invalid header: .* \(at byte 512\)",
     ),
-    "size": (block(size=b"12x".ljust(12)) + END, "is no tar archive"),
-    "negative": (block(size=b"\xff" * 12) + END, "is no tar archive"),
-    "minus": (block(size=b"-1".ljust(12)) + END, "is no tar archive"),
+    "size": (block(size=b"12x".ljust(12)) + END, "is not a tar archive"),
+    "negative": (block(size=b"\xff" * 12) + END, "is not a tar archive"),
+    "minus": (block(size=b"-1".ljust(12)) + END, "is not a tar archive"),
     "huge": (block(size=b"\x80" + b"\xff" * 11) + END, "is cut short: a member has"),
     "sparse": (block(kind=b"S") + END, "has a sparse file, 'a.txt'"),
     "pax sparse": (pax(b"22 GNU.sparse.major=1\n") + GOOD, "has a sparse file"),
@@ -345,7 +345,7 @@ class TestSavedIndex:
         assert saved(shard).exists()
         spoil(shard)
         assert samples_of(shard) == expected
-        with pytest.raises(ValueError, match="is no tar archive"):
+        with pytest.raises(ValueError, match="is not a tar archive"):
             TarDataset(shard, index=False)
 
     @pytest.mark.parametrize("change", ["grown", "touched", "replaced", "same moment"])
@@ -372,7 +372,7 @@ class TestSavedIndex:
                 os.utime(saved(shard), ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
         if change in ("touched", "same moment"):
             # Reading the headers finds what the index would have hidden.
-            with pytest.raises(ValueError, match="is no tar archive"):
+            with pytest.raises(ValueError, match="is not a tar archive"):
                 TarDataset(shard)
         else:
             assert samples_of(shard) == before

@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 
 
 class LinkNames(SphinxPostTransform):
-    """Link what names a documented object, such as ``nvmeio.save`` or ``File.size``."""
+    """Link names of documented objects, such as ``nvmeio.save`` or ``File.size``."""
 
     # Before references are resolved.
     default_priority = 5
@@ -74,7 +74,7 @@ def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:
 
 
 def _thing(name: str) -> Any:
-    """Return what has a dotted name; an attribute that instances alone have is itself."""
+    """Return the object of a dotted name; for an attribute of instances only, the name."""
     try:
         return pkgutil.resolve_name(name)
     except AttributeError:

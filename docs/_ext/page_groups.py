@@ -32,7 +32,7 @@ def _add_toctrees(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _break_names(app: Sphinx, page: str, template: str, context: Any, tree: Any) -> None:
-    """Have a dotted name that is too wide for the navigation broken behind a dot."""
+    """Let a dotted name that is too wide for the navigation break after a dot."""
     names = re.compile(r"(?<=>)nvmeio\.[\w.]+(?=</a>)")
     context["furo_navigation_tree"] = names.sub(
         lambda found: found[0].replace(".", ".<wbr>"), context["furo_navigation_tree"]

@@ -45,7 +45,8 @@ NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     struct nvmeio_request **request, size_t *offender);
 
 /* Check records as nvmeio_submit_gather() does, except for the file's size.  Returns 0,
- * or -errno with *offender as there, or -ENOMEM.  Ignores `file` and `user`. */
+ * or -errno with *offender as there, or -ENOMEM.  Ignores `file`, `user` and `after`.
+ */
 NVMEIO_API int nvmeio_gather_check(const struct nvmeio_gather *gather,
                                    size_t *offender);
 

@@ -40,8 +40,8 @@ NVMEIO_API int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *lo
 NVMEIO_API int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address,
                                     int *locked);
 
-/* Whether the limit permits to map so much: tells the pool's limit from the system's
- * after -ENOMEM. */
+/* Whether the limit permits mapping so much: after -ENOMEM, whether the system, not the
+ * limit, is the cause. */
 NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
 /* Limit the mapped memory; 0: half of nvmeio_memory_bytes(), the default. */

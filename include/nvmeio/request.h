@@ -93,7 +93,7 @@ NVMEIO_API size_t nvmeio_request_failures(struct nvmeio_request *request,
  * at most 1 MiB that needs no bounce, of a file on a local file system.  Returns 1 with
  * its outcome; 0 if it must be submitted instead; -errno if nvmeio_submit() would fail.
  * Signals do not interrupt it and it has no timeout, but it only waits for a local
- * device.  Otherwise it counts as a request of the handle.  Ignores `after`. */
+ * device.  It counts as a request of the handle.  Ignores `after`. */
 NVMEIO_API int nvmeio_perform(struct nvmeio_handle *handle,
                               const struct nvmeio_transfer *transfer,
                               struct nvmeio_outcome *outcome);

@@ -83,7 +83,7 @@ static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
         block->fd = fd;
         return NVMEIO_BLOCK_REPEATED;
     }
-    return finish(block, nvmeio_error_told((int)block->result));
+    return finish(block, nvmeio_error_reported((int)block->result));
 }
 
 enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)

@@ -43,7 +43,7 @@ static const struct entry entries[] = {
 };
 #define ENTRY_COUNT (sizeof(entries) / sizeof(entries[0]))
 
-/* How long a call is repeated after a transient error. */
+/* How long a call is repeated after transient errors, and after others. */
 #define PATIENCE_TRANSIENT_NS 10000000000
 #define PATIENCE_OTHER_NS 1000000000
 #define PAUSE_MIN_NS 1000
@@ -122,7 +122,7 @@ static const char *explain_uring(int error, char *scratch, size_t size)
             return "memory for the rings ran out";
         snprintf(scratch, size,
                  "the rings exceed the limit on locked memory, or memory ran out; "
-                 "ulimit -l is %llu KiB",
+                 "raise ulimit -l, which is %llu KiB",
                  (unsigned long long)limit.rlim_cur / 1024);
         return scratch;
     default:
@@ -153,7 +153,7 @@ void nvmeio_engine_explain(const char *name, int error, char *reason, size_t siz
     if (error == -EMFILE) {
         getrlimit(RLIMIT_NOFILE, &limit);
         snprintf(scratch, sizeof(scratch),
-                 "all are in use; raise ulimit -n, which is %llu",
+                 "all descriptors are in use; raise ulimit -n, which is %llu",
                  (unsigned long long)limit.rlim_cur);
         advice = scratch;
     } else if (strcmp(name, "io_uring") == 0)
@@ -228,9 +228,9 @@ void nvmeio_block_perform(struct nvmeio_block *block)
 
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error)
 {
-    bool passes =
+    bool transient =
         error == -EINTR || error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
-    int64_t limit_ns = passes ? PATIENCE_TRANSIENT_NS : PATIENCE_OTHER_NS;
+    int64_t limit_ns = transient ? PATIENCE_TRANSIENT_NS : PATIENCE_OTHER_NS;
     int64_t now = nvmeio_now_ns();
 
     bool slept = error == -EINTR && now - patience->last_ns > SLEPT_NS;

@@ -97,7 +97,7 @@ extern const struct nvmeio_engine_ops nvmeio_engine_sync;
 /* The built-in engines, in order of preference. NULL past the last one. */
 const struct nvmeio_engine_ops *nvmeio_engine_at(unsigned index);
 
-/* Find an engine by name. NULL if it is unknown or not built in; *known tells which. */
+/* Find an engine by name. NULL if it is unknown (*known is false) or not built in. */
 const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known);
 
 /* Explain in words why open() returned `error`, and what would help. */

@@ -15,7 +15,7 @@
 #define WORKERS_MAX 16u
 
 /* The mutex guards everything below it. */
-struct crew {
+struct thread_pool {
     sem_t work; /* posted once per block, and once per worker to end it */
     pthread_mutex_t mutex;
     pthread_cond_t change;             /* reap() waits here for done_count or woken */
@@ -32,109 +32,108 @@ struct crew {
 
 static void *worker_main(void *argument)
 {
-    struct crew *crew = argument;
+    struct thread_pool *pool = argument;
 
-    pthread_mutex_lock(&crew->mutex);
+    pthread_mutex_lock(&pool->mutex);
     for (;;) {
-        crew->idle++;
-        pthread_mutex_unlock(&crew->mutex);
-        nvmeio_semaphore_wait(&crew->work);
-        pthread_mutex_lock(&crew->mutex);
-        crew->idle--;
-        struct nvmeio_block *block = crew->first;
+        pool->idle++;
+        pthread_mutex_unlock(&pool->mutex);
+        nvmeio_semaphore_wait(&pool->work);
+        pthread_mutex_lock(&pool->mutex);
+        pool->idle--;
+        struct nvmeio_block *block = pool->first;
         if (!block)
             break;
-        crew->first = block->next;
-        crew->queued--;
-        pthread_mutex_unlock(&crew->mutex);
+        pool->first = block->next;
+        pool->queued--;
+        pthread_mutex_unlock(&pool->mutex);
         nvmeio_block_perform(block);
-        pthread_mutex_lock(&crew->mutex);
-        block->next = crew->done;
-        crew->done = block;
-        crew->done_count++;
-        pthread_cond_broadcast(&crew->change);
+        pthread_mutex_lock(&pool->mutex);
+        block->next = pool->done;
+        pool->done = block;
+        pool->done_count++;
+        pthread_cond_broadcast(&pool->change);
     }
-    pthread_mutex_unlock(&crew->mutex);
+    pthread_mutex_unlock(&pool->mutex);
     return NULL;
 }
 
-/* Start one more thread. */
-static int crew_hire(struct crew *crew)
+static int start_thread(struct thread_pool *pool)
 {
-    int error = nvmeio_thread_start(&crew->workers[crew->count], worker_main, crew);
+    int error = nvmeio_thread_start(&pool->workers[pool->count], worker_main, pool);
 
     if (error == 0)
-        crew->count++;
+        pool->count++;
     return error;
 }
 
 static int threads_open(struct nvmeio_engine *engine)
 {
-    struct crew *crew = calloc(1, sizeof(*crew));
+    struct thread_pool *pool = calloc(1, sizeof(*pool));
 
-    if (!crew)
+    if (!pool)
         return -ENOMEM;
-    crew->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
-    sem_init(&crew->work, 0, 0);
-    pthread_mutex_init(&crew->mutex, NULL);
-    pthread_cond_init(&crew->change, NULL);
-    int error = crew_hire(crew);
+    pool->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
+    sem_init(&pool->work, 0, 0);
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->change, NULL);
+    int error = start_thread(pool);
     if (error) {
-        free(crew);
+        free(pool);
         return error;
     }
-    engine->state = crew;
+    engine->state = pool;
     return 0;
 }
 
 static void threads_close(struct nvmeio_engine *engine)
 {
-    struct crew *crew = engine->state;
+    struct thread_pool *pool = engine->state;
 
-    for (unsigned i = 0; i < crew->count; i++)
-        sem_post(&crew->work);
-    for (unsigned i = 0; i < crew->count; i++)
-        pthread_join(crew->workers[i], NULL);
-    sem_destroy(&crew->work);
-    pthread_cond_destroy(&crew->change);
-    pthread_mutex_destroy(&crew->mutex);
-    free(crew);
+    for (unsigned i = 0; i < pool->count; i++)
+        sem_post(&pool->work);
+    for (unsigned i = 0; i < pool->count; i++)
+        pthread_join(pool->workers[i], NULL);
+    sem_destroy(&pool->work);
+    pthread_cond_destroy(&pool->change);
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
 }
 
 static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
 {
-    struct crew *crew = engine->state;
+    struct thread_pool *pool = engine->state;
 
     engine->in_flight++;
     block->next = NULL;
-    pthread_mutex_lock(&crew->mutex);
-    if (crew->first)
-        crew->last->next = block;
+    pthread_mutex_lock(&pool->mutex);
+    if (pool->first)
+        pool->last->next = block;
     else
-        crew->first = block;
-    crew->last = block;
-    crew->queued++;
+        pool->first = block;
+    pool->last = block;
+    pool->queued++;
     /* It is no error if the thread cannot start: there is at least one. */
-    if (crew->queued > crew->idle && crew->count < crew->limit)
-        crew_hire(crew);
-    pthread_mutex_unlock(&crew->mutex);
-    sem_post(&crew->work);
+    if (pool->queued > pool->idle && pool->count < pool->limit)
+        start_thread(pool);
+    pthread_mutex_unlock(&pool->mutex);
+    sem_post(&pool->work);
 }
 
 static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
-    struct crew *crew = engine->state;
+    struct thread_pool *pool = engine->state;
 
-    pthread_mutex_lock(&crew->mutex);
-    while (crew->done_count < wait_min && !crew->woken)
-        pthread_cond_wait(&crew->change, &crew->mutex);
+    pthread_mutex_lock(&pool->mutex);
+    while (pool->done_count < wait_min && !pool->woken)
+        pthread_cond_wait(&pool->change, &pool->mutex);
     /* A caller that does not wait leaves a wake-up for the next one that does. */
-    crew->woken &= wait_min == 0;
-    struct nvmeio_block *done = crew->done;
-    int count = (int)crew->done_count;
-    crew->done = NULL;
-    crew->done_count = 0;
-    pthread_mutex_unlock(&crew->mutex);
+    pool->woken &= wait_min == 0;
+    struct nvmeio_block *done = pool->done;
+    int count = (int)pool->done_count;
+    pool->done = NULL;
+    pool->done_count = 0;
+    pthread_mutex_unlock(&pool->mutex);
     while (done) {
         struct nvmeio_block *next = done->next;
         nvmeio_engine_finish(engine, done);
@@ -145,12 +144,12 @@ static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min)
 
 static void threads_wake(struct nvmeio_engine *engine)
 {
-    struct crew *crew = engine->state;
+    struct thread_pool *pool = engine->state;
 
-    pthread_mutex_lock(&crew->mutex);
-    crew->woken = true;
-    pthread_cond_broadcast(&crew->change);
-    pthread_mutex_unlock(&crew->mutex);
+    pthread_mutex_lock(&pool->mutex);
+    pool->woken = true;
+    pthread_cond_broadcast(&pool->change);
+    pthread_mutex_unlock(&pool->mutex);
 }
 
 const struct nvmeio_engine_ops nvmeio_engine_threads = {

@@ -78,7 +78,7 @@ static int open_existing(const char *path, int *flags)
 }
 
 /* Open a file with O_CREAT. *made is true only if this call created it, which open(2)
- * without O_EXCL does not tell. */
+ * without O_EXCL does not report. */
 static int create(const char *path, int flags, bool *made)
 {
     int fd = open(path, flags | O_EXCL, 0666);
@@ -91,7 +91,7 @@ static int create(const char *path, int flags, bool *made)
 
 /* Remove a file that we have just created, unless its name refers to another file by
  * now. */
-static void unmake(const char *path, int fd)
+static void remove_created(const char *path, int fd)
 {
     struct stat here, there;
 
@@ -232,7 +232,7 @@ static int find_alignment(struct nvmeio_file *file, const struct statx *status)
 /* Whether to fall back to the page cache after this error. If descriptors or memory ran
  * out, or a signal came, the error has nothing to do with O_DIRECT, so the caller must
  * get it. */
-static bool does_without(const struct nvmeio_file *file, int error)
+static bool may_fall_back(const struct nvmeio_file *file, int error)
 {
     return !file->demanded && error != -EMFILE && error != -ENFILE &&
            error != -ENOMEM && error != -EINTR;
@@ -240,7 +240,7 @@ static bool does_without(const struct nvmeio_file *file, int error)
 
 /* Make `fd` the descriptor with O_DIRECT. If that fails, or if `fd` is the -errno of
  * opening it, fall back to the page cache and return 0, or return the error if
- * does_without() forbids that. */
+ * may_fall_back() forbids that. */
 static int use_direct(struct nvmeio_file *file, const struct statx *status, int fd)
 {
     int error = fd;
@@ -250,7 +250,7 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
         error = find_alignment(file, status);
     }
     file->info.direct = error == 0;
-    if (error == 0 || !does_without(file, error))
+    if (error == 0 || !may_fall_back(file, error))
         return error;
     if (fd < 0)
         return 0;
@@ -280,7 +280,7 @@ static int open_without_rights(struct nvmeio_file *file, mode_t mode)
         (void)fchmod(file->direct_fd, mode);
     }
     if (fd < 0)
-        return does_without(file, fd) ? 0 : fd;
+        return may_fall_back(file, fd) ? 0 : fd;
     atomic_store(&file->fd, fd);
     return 0;
 }
@@ -368,7 +368,7 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
         error = nvmeio_file_truncate(file, 0);
     if (error) {
         if (made)
-            unmake(path, nvmeio_file_any_fd(file));
+            remove_created(path, nvmeio_file_any_fd(file));
         file_free(file);
         return error;
     }
@@ -480,7 +480,7 @@ static int turn_to_page_cache(struct nvmeio_file *file)
     return fd;
 }
 
-int nvmeio_error_told(int error)
+int nvmeio_error_reported(int error)
 {
     return error == -ENODATA || error == -ECANCELED ? -EIO : error;
 }
@@ -497,10 +497,10 @@ static int open_buffered(struct nvmeio_file *file, bool may_turn)
     do
         fd = reopen(file->direct_fd, 0);
     while (fd == -EINTR);
-    if (fd < 0 && may_turn && does_without(file, fd))
+    if (fd < 0 && may_turn && may_fall_back(file, fd))
         fd = turn_to_page_cache(file);
     if (fd < 0)
-        return nvmeio_error_told(fd);
+        return nvmeio_error_reported(fd);
     /* Opening may block, so forks are held back only during the store. */
     nvmeio_fork_hold();
     bool first = atomic_compare_exchange_strong(&file->fd, &none, fd);
@@ -563,7 +563,7 @@ int64_t nvmeio_file_size(const struct nvmeio_file *file)
     if (file->device_bytes >= 0)
         return file->device_bytes;
     if (fstat(nvmeio_file_any_fd(file), &status))
-        return nvmeio_error_told(-errno);
+        return nvmeio_error_reported(-errno);
     return status.st_size;
 }
 
@@ -595,7 +595,7 @@ static size_t first_difference(const char *a, const char *b, size_t size)
 
 /* Return whether to try again after an error of pread(2). Sleeps 1 ms before that if
  * the error is EAGAIN or EBUSY, and gives up after a second of them. */
-static bool waits_for(int error, unsigned *tries)
+static bool should_retry(int error, unsigned *tries)
 {
     static const struct timespec pause = {0, 1000000};
 
@@ -624,7 +624,7 @@ int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *ad
         size_t left = size - done;
         ssize_t got = pread(fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
                             offset + (int64_t)done);
-        if (got < 0 && waits_for(errno, &tries))
+        if (got < 0 && should_retry(errno, &tries))
             continue;
         if (got <= 0) {
             result = got ? -errno : -ENODATA;

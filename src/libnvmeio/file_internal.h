@@ -70,6 +70,6 @@ bool nvmeio_file_release_shared(struct nvmeio_file *file);
  * -ENODATA means the end of the file, and -ECANCELED means nvmeio_request_cancel(). But
  * with O_DIRECT the kernel returns ENODATA for an unreadable medium (BLK_STS_MEDIUM in
  * its block/blk-core.c), and a FUSE server may return either. So both become -EIO. */
-int nvmeio_error_told(int error);
+int nvmeio_error_reported(int error);
 
 #endif

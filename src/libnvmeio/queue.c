@@ -197,8 +197,8 @@ static void unlink_link(struct nvmeio_link *link)
     link->place = NULL;
 }
 
-/* A request that a dependent comes after is done. If it failed, the dependent fails
- * with the same error. */
+/* `request` is done, and the link's dependent comes after it. If the request failed,
+ * the dependent fails with the same error. */
 static void pass_on(struct nvmeio_queue *queue, const struct nvmeio_request *request,
                     const struct nvmeio_link *link)
 {

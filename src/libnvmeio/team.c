@@ -1,8 +1,8 @@
 /* team.c -- how large a team of threads may be.
  *
- * OpenMP ends the process if it cannot start a thread. So we first try it with threads
- * of our own. Once for each thread that leads a team is enough, because OpenMP keeps
- * the threads of a team. */
+ * OpenMP ends the process if it cannot start a thread. So we first try to start as many
+ * ourselves. Once for each thread that leads a team is enough, because OpenMP keeps the
+ * threads of a team. */
 #include <pthread.h>
 #include <stdlib.h>
 

@@ -470,7 +470,7 @@ static void give_back(struct nvmeio_worker *worker)
 }
 
 /* Free what the worker owns. A dead worker keeps what the kernel may still write to. */
-static void strip(struct nvmeio_worker *worker)
+static void tear_down(struct nvmeio_worker *worker)
 {
     nvmeio_engine_stop(&worker->engine);
     give_back(worker);
@@ -482,7 +482,7 @@ static void strip(struct nvmeio_worker *worker)
 
 /* Wait for work, and return the bounces if none comes for a while. Returns false when
  * the thread must end. The mutex is held, and unlocked meanwhile. */
-static bool rest(struct nvmeio_worker *worker)
+static bool wait_for_work(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
     struct nvmeio_queue *queue = workers->queue;
@@ -502,7 +502,7 @@ static bool rest(struct nvmeio_worker *worker)
 }
 
 /* Set up the engine, the blocks and the stack of bounces. */
-static int equip(struct nvmeio_worker *worker)
+static int set_up(struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
     size_t quota = NVMEIO_WORKER_BOUNCE_BYTES / workers->count;
@@ -524,7 +524,7 @@ static int equip(struct nvmeio_worker *worker)
     worker->reserve = mmap(NULL, worker->reserve_bytes, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (!worker->blocks || !worker->bounces || worker->reserve == MAP_FAILED) {
-        strip(worker);
+        tear_down(worker);
         return -ENOMEM;
     }
     worker->taken_end = &worker->taken;
@@ -541,7 +541,7 @@ static void *worker_main(void *argument)
 {
     struct nvmeio_worker *worker = argument;
     struct nvmeio_queue *queue = worker->workers->queue;
-    int error = equip(worker);
+    int error = set_up(worker);
     bool going = error == 0;
 
     nvmeio_queue_lock(queue);
@@ -556,13 +556,13 @@ static void *worker_main(void *argument)
         if (worker->in_flight > 0)
             turn(worker);
         else
-            going = rest(worker);
+            going = wait_for_work(worker);
     }
     nvmeio_queue_unlock(queue);
     /* Each worker frees what it owns in its own thread, so that they do so at the same
      * time: io_destroy(2) takes 30 ms. */
     if (error == 0 && !worker->dead)
-        strip(worker);
+        tear_down(worker);
     return NULL;
 }
 

@@ -264,7 +264,7 @@ class ArrayFile(Unread):
         overwrite : bool, default False
             Replace the contents of an existing file, instead of raising FileExistsError.
             If the file cannot have the new size, or its header cannot be written, it keeps
-            its contents, unless the drive no longer takes these either.
+            its contents, unless restoring them fails too.
         handle : Handle, optional
             As for ``ArrayFile``.
 
@@ -315,14 +315,14 @@ class ArrayFile(Unread):
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
             before, old = os.fstat(stream.fileno()).st_size, b""
             try:
-                # What the file system refuses is refused before anything is cut.
+                # Extend it first: if the file system refuses the size, nothing is lost.
                 stream.truncate(max(size, before))
                 old = os.pread(stream.fileno(), len(header), 0)
                 if stream.write(header) != len(header):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except BaseException:
                 if overwrite:
-                    # On a full drive a hole may refuse zeros, which it has anyway.
+                    # On a full drive, writing zeros to a hole may fail; it reads as zeros.
                     with contextlib.suppress(OSError):
                         os.pwrite(stream.fileno(), old, 0)
                     os.ftruncate(stream.fileno(), before)
@@ -423,7 +423,7 @@ class ArrayFile(Unread):
 
     def __dlpack__(self, **options: Any) -> Any:
         if options.get("copy") is False:
-            raise BufferError("an array on disk cannot be had without a copy")
+            raise BufferError("copy is False, but reading an array on disk makes a copy")
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -950,9 +950,7 @@ class ArrayFile(Unread):
     def _check_can_append(self) -> None:
         """Refuse raw bytes that cannot have more rows."""
         if self._is_raw and not self._can_grow:
-            why = (
-                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
-            )
+            why = "rows have no bytes" if self._reaches_end else "bytes follow the array"
             raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
 
     def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
@@ -1069,7 +1067,7 @@ class ArrayFile(Unread):
         """Return the memory to fill, and the result that shares it."""
         if out is None:
             array: Array = np.empty(shape, dtype)
-            return bytes_of(array), self._elements.dress(array)
+            return bytes_of(array), self._elements.to_result(array)
         library = library_of(out)
         if library is not None:
             same = out.dtype == self._elements.tensor_dtype
@@ -1104,7 +1102,7 @@ def _copy(target: Any, array: Array) -> None:
     if library is None:
         memcpy(target, bytes_of(array))
     else:
-        memcpy(target, library.dress(np.ascontiguousarray(array), target.dtype))
+        memcpy(target, library.to_tensor(np.ascontiguousarray(array), target.dtype))
 
 
 def _check_handle(handle: Any) -> None:
@@ -1159,7 +1157,7 @@ def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
 
 
 def _opened_uncut(path: str | bytes, flags: int) -> int:
-    """Open a file as open() would, but leave in it what it has."""
+    """Open a file as open() would, but without truncating it."""
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 

@@ -100,7 +100,7 @@ async def reading(
             handle, lent = default_handle(), bytes_of(array)
             await calls.transfer(handle.read, handle.submit_read, lent, file, offset)
     library = None if dtype is None else library_of_dtype(dtype)
-    return array if library is None else library.dress(array, dtype)
+    return array if library is None else library.to_tensor(array, dtype)
 
 
 def _opened(

@@ -67,7 +67,7 @@ class Waited(_Waited[R]):
     __slots__ = ()
 
 
-class Bell(Listener):
+class ThreadListener(Listener):
     """Collects completions for one thread, which sleeps meanwhile."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Bell(Listener):
         while not self.done:
             left_s = _left_s(end_ns)
             self._look()
-            # From here on, workers and _ring() signal the eventfd.
+            # From here on, workers and _wake() signal the eventfd.
             self._asleep = True
             try:
                 if not self.done:
@@ -119,7 +119,7 @@ class Bell(Listener):
         with self._lock:
             os.close(self._fd)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         with self._lock:
             if self._asleep:
                 os.eventfd_write(self._fd, 1)
@@ -164,28 +164,28 @@ class Completions(Generic[R]):
         with self._alone():
             if not self._left:
                 raise StopIteration
-            bell = self._listening(Bell)
-            if not bell.sleep(self._end_ns):
+            listener = self._listening(ThreadListener)
+            if not listener.sleep(self._end_ns):
                 raise self._over()
-            return self._take(bell)
+            return self._take(listener)
 
     def __aiter__(self) -> AsyncIterator[R]:
         return self
 
     async def __anext__(self) -> R:
         """Wait for the next request without blocking the event loop, and return it."""
-        from nvmeio._events.event_loop import Alarm
+        from nvmeio._events.event_loop import TaskListener
 
         with self._alone():
             if not self._left:
                 raise StopAsyncIteration
-            alarm = self._listening(Alarm)
-            while not alarm.done:
+            listener = self._listening(TaskListener)
+            while not listener.done:
                 left_s = _left_s(self._end_ns)
                 if left_s <= 0:
                     raise self._over()
-                await alarm.sleep(left_s)
-            return self._take(alarm)
+                await listener.sleep(left_s)
+            return self._take(listener)
 
     def __del__(self) -> None:
         self._close()
@@ -349,21 +349,22 @@ def wait(
     awaited = _checked(requests)
     end_ns = deadline_ns(timeout)
     done: set[R] = set()
-    bell = Bell()
+    listener = ThreadListener()
     try:
-        bell.listen(awaited)
-        while not _is_enough(return_when, awaited, done, bell) and bell.sleep(end_ns):
-            pass
+        listener.listen(awaited)
+        while not _is_enough(return_when, awaited, done, listener):
+            if not listener.sleep(end_ns):
+                break
     finally:
-        bell.close()
+        listener.close()
     return Waited(done, set(awaited) - done)
 
 
-def _is_enough(way: str, awaited: list[R], done: set[R], bell: Bell) -> bool:
+def _is_enough(way: str, awaited: list[R], done: set[R], listener: ThreadListener) -> bool:
     """Move completed requests to ``done``; return whether ``way`` is satisfied."""
     failed = False
-    while bell.done:
-        request = bell.done.popleft()
+    while listener.done:
+        request = listener.done.popleft()
         done.add(request)
         failed = failed or request._failed
     first = way == "FIRST_COMPLETED" and bool(done)

@@ -15,7 +15,7 @@
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void)
 {
-    return "leak:uring_open\nleak:fake_open\nleak:equip";
+    return "leak:uring_open\nleak:fake_open\nleak:set_up";
 }
 
 #define BLOCK (64 * KIB)

@@ -98,7 +98,7 @@ static void test_a_reason_says_what_would_help(void)
     }
     check_reason("io_uring", ENOSYS, "older than 5.1");
     if (limit_locked(64 * KIB))
-        check_reason("io_uring", ENOMEM, "ulimit -l is 64 KiB");
+        check_reason("io_uring", ENOMEM, "raise ulimit -l, which is 64 KiB");
     if (limit_locked(RLIM_INFINITY))
         check_reason("io_uring", ENOMEM, "memory for the rings ran out");
     check_reason("io_uring", EMFILE, "raise ulimit -n");

@@ -8,9 +8,9 @@
 #include "file_internal.h"
 #include "transfer.h"
 
-/* statx()'s alignments of direct I/O, if `told`; and the calls that fail. */
+/* statx()'s alignments of direct I/O, if `has_alignments`; and the calls that fail. */
 static struct {
-    bool told;
+    bool has_alignments;
     uint32_t memory_align, offset_align;
     bool no_statfs, no_statx, no_status, no_flags, no_direct, no_duplicate, no_truncate;
     bool stranger, protected;
@@ -23,7 +23,7 @@ int statx(int fd, const char *path, int flags, unsigned mask, struct statx *stat
     if (answers.no_status || answers.no_statx ||
         syscall(SYS_statx, fd, path, flags, mask, status) != 0)
         return -1;
-    if (!answers.told)
+    if (!answers.has_alignments)
         return 0;
     memcpy((char *)status + 0x98, &answers.memory_align, 4);
     memcpy((char *)status + 0x9c, &answers.offset_align, 4);
@@ -134,7 +134,7 @@ static void check_alignment(const char *path, uint32_t memory_align,
     struct nvmeio_file_info info;
     int next = next_descriptor(), fd = open(path, O_RDWR | O_CLOEXEC);
 
-    answers.told = true;
+    answers.has_alignments = true;
     answers.memory_align = memory_align;
     answers.offset_align = offset_align;
     CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
@@ -151,7 +151,7 @@ static void check_alignment(const char *path, uint32_t memory_align,
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_ALWAYS, &file) == error);
     if (error == 0)
         nvmeio_file_release(file);
-    answers.told = false;
+    answers.has_alignments = false;
     close(fd);
     CHECK(next_descriptor() == next);
 }
@@ -175,7 +175,7 @@ static void test_impossible_alignments_are_ignored(const char *path)
     check_alignment(path, 1u << 31, 512, false);
     check_alignment(path, 512, 1u << 31, false);
     /* Without information: whole pages, because the probe reads one. */
-    answers.told = true;
+    answers.has_alignments = true;
     answers.memory_align = answers.offset_align = 0;
     static const int modes[] = {O_RDWR, O_RDONLY, O_WRONLY};
     for (int i = 0; i < 3; i++) {
@@ -197,7 +197,7 @@ static void test_impossible_alignments_are_ignored(const char *path)
             nvmeio_file_release(file);
     }
     answers.no_read = 0;
-    answers.told = false;
+    answers.has_alignments = false;
 }
 
 /* With O_DIRECT as usual, and the care that FUSE needs. */

@@ -104,12 +104,12 @@ static void test_failed_transfers_leave_the_others(const char *engine)
         set.transfers[i].op = NVMEIO_OP_READ;
     struct nvmeio_request *request = submit_many(handle, set.transfers, COUNT);
     wait_for(request);
-    size_t told = nvmeio_request_failures(request, failures, COUNT);
+    size_t count = nvmeio_request_failures(request, failures, COUNT);
     for (size_t i = 0; i < COUNT; i++) {
         const struct nvmeio_transfer *t = &set.transfers[i];
         int64_t end = t->offset + (int64_t)t->size;
         if (i % FILES == 1 && end > 20000 && t->size > 0) {
-            CHECK(failed < told && failures[failed].index == i);
+            CHECK(failed < count && failures[failed].index == i);
             CHECK(failures[failed].error == -ENODATA &&
                   failures[failed].offset == t->offset &&
                   failures[failed].size == t->size);
@@ -119,8 +119,8 @@ static void test_failed_transfers_leave_the_others(const char *engine)
             CHECK(file_holds(set.paths[i % FILES], t->address, t->size, t->offset));
         }
     }
-    CHECK(failed == told && failed > 10);
-    CHECK(nvmeio_request_failures(request, failures, 2) == told);
+    CHECK(failed == count && failed > 10);
+    CHECK(nvmeio_request_failures(request, failures, 2) == count);
     CHECK(nvmeio_request_outcome(request, &outcome) == 0);
     CHECK(outcome.result == -ENODATA && outcome.got == (int64_t)bytes);
     nvmeio_request_release(request);

@@ -145,7 +145,7 @@ static uint64_t gather_apart(struct nvmeio_handle *handle, const char *path, cha
     return after.bytes_direct - before.bytes_direct;
 }
 
-/* What is between records by address has no say, and may not even be mapped. */
+/* Memory between records by address is not checked, and may not even be mapped. */
 static void test_the_largest_of_records_by_address_decides(void)
 {
     const char *path = path_in(test_folder());

@@ -14,7 +14,7 @@
 static _Thread_local unsigned calls_here;
 static _Thread_local bool held_here;
 static atomic_bool written;
-static sem_t entered, let_go;
+static sem_t entered, released;
 
 static void await_post(sem_t *semaphore)
 {
@@ -33,7 +33,7 @@ ssize_t pwrite(int fd, const void *address, size_t size, off_t offset)
     calls_here++;
     if (held_here) {
         sem_post(&entered);
-        await_post(&let_go);
+        await_post(&released);
     }
     ssize_t result = syscall(SYS_pwrite64, fd, address, size, offset);
     if (held_here)
@@ -267,7 +267,7 @@ static void test_drain_stop_and_fsync_wait_for_it(const char *engine, const char
 
     fill(memory.address, BLOCK, 0, 9);
     atomic_store(&written, false);
-    CHECK(sem_init(&entered, 0, 0) == 0 && sem_init(&let_go, 0, 0) == 0);
+    CHECK(sem_init(&entered, 0, 0) == 0 && sem_init(&released, 0, 0) == 0);
     CHECK(pthread_create(&writer.thread, NULL, perform_held, &writer) == 0);
     await_post(&entered);
     CHECK(nvmeio_handle_pending(handle) == 1);
@@ -280,7 +280,7 @@ static void test_drain_stop_and_fsync_wait_for_it(const char *engine, const char
     CHECK(pthread_create(&stops, NULL, stop_main, handle) == 0);
     while (count_drainers(handle) < 2)
         sched_yield();
-    sem_post(&let_go);
+    sem_post(&released);
     pthread_join(stops, NULL);
     pthread_join(drains, NULL);
     pthread_join(writer.thread, NULL);

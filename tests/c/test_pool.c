@@ -562,7 +562,7 @@ static void release_held(struct held *held, unsigned char mark)
     held->memory = NULL;
 }
 
-/* Allocate, mark and free memory of mixed sizes until told to stop. */
+/* Allocate, mark and free memory of mixed sizes until asked to stop. */
 static void *hammer(void *argument)
 {
     unsigned char mark = (unsigned char)(uintptr_t)argument;

@@ -135,7 +135,7 @@ static void test_a_thread_is_woken_only_by_its_own_request(void)
 }
 
 /* As event loops do: sleep without a timeout, clear, watch again, poll. */
-static void *sleep_until_told(void *user)
+static void *sleep_until_completion(void *user)
 {
     struct pollfd readable = {.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
                               .events = POLLIN};
@@ -179,7 +179,7 @@ static void test_an_fsync_after_a_write_without_waiters_wakes_its_waiter(void)
     await(&in_flight, BLOCKS);
     CHECK(nvmeio_request_wait(write, 1000000) == -ETIMEDOUT);
     struct nvmeio_request *behind = submit(stage.handle, &sync);
-    CHECK(pthread_create(&sleeper, NULL, sleep_until_told, &user) == 0);
+    CHECK(pthread_create(&sleeper, NULL, sleep_until_completion, &user) == 0);
     while (!is_watched())
         pause_ms(1);
     play(perform);
@@ -189,14 +189,14 @@ static void test_an_fsync_after_a_write_without_waiters_wakes_its_waiter(void)
     stage_close();
 }
 
-#define TELLERS 4
+#define WAITERS 4
 
 /* Threads that wait for a request or pop completions, with a timeout. */
 static struct {
     struct nvmeio_request *request;
     int64_t timeout_ns;
     atomic_bool over, begun;
-    atomic_uint told;
+    atomic_uint reports;
 } race;
 
 static void *race_to_wait(void *argument)
@@ -206,7 +206,7 @@ static void *race_to_wait(void *argument)
         sched_yield();
     int result = nvmeio_request_wait(race.request, race.timeout_ns);
     CHECK(result == 0 || result == 1);
-    atomic_fetch_add(&race.told, (unsigned)result);
+    atomic_fetch_add(&race.reports, (unsigned)result);
     return NULL;
 }
 
@@ -218,12 +218,12 @@ static void *race_to_pop(void *argument)
     while (!atomic_load(&race.begun))
         sched_yield();
     do
-        atomic_fetch_add(&race.told, nvmeio_handle_pop(stage.handle, users, 2));
+        atomic_fetch_add(&race.reports, nvmeio_handle_pop(stage.handle, users, 2));
     while (!atomic_load(&race.over));
     return NULL;
 }
 
-static struct nvmeio_request *submit_told(void)
+static struct nvmeio_request *submit_raced(void)
 {
     struct nvmeio_transfer t = small(NVMEIO_OP_READ, 0);
 
@@ -234,24 +234,24 @@ static struct nvmeio_request *submit_told(void)
 
 static void race_on(int64_t timeout_ns, void (*during)(void))
 {
-    pthread_t waiting[TELLERS], popping[2];
+    pthread_t waiting[WAITERS], popping[2];
 
     race.timeout_ns = timeout_ns;
-    atomic_store(&race.told, 0);
+    atomic_store(&race.reports, 0);
     atomic_store(&race.over, false);
     atomic_store(&race.begun, false);
-    for (int i = 0; i < TELLERS; i++)
+    for (int i = 0; i < WAITERS; i++)
         CHECK(pthread_create(&waiting[i], NULL, race_to_wait, NULL) == 0);
     for (int i = 0; i < 2; i++)
         CHECK(pthread_create(&popping[i], NULL, race_to_pop, NULL) == 0);
     atomic_store(&race.begun, true);
     during();
-    for (int i = 0; i < TELLERS; i++)
+    for (int i = 0; i < WAITERS; i++)
         pthread_join(waiting[i], NULL);
     atomic_store(&race.over, true);
     for (int i = 0; i < 2; i++)
         pthread_join(popping[i], NULL);
-    CHECK(atomic_load(&race.told) == 1);
+    CHECK(atomic_load(&race.reports) == 1);
     CHECK(nvmeio_request_wait(race.request, 0) == 0);
     CHECK(finish(race.request).result == (int64_t)PAGE);
 }
@@ -265,7 +265,7 @@ static bool all_wait(void)
     for (struct nvmeio_waiter *w = race.request->waiters; w; w = w->next)
         count++;
     pthread_mutex_unlock(&queue->mutex);
-    return count == TELLERS;
+    return count == WAITERS;
 }
 
 static void complete_when_all_wait(void)
@@ -288,11 +288,11 @@ static void test_exactly_one_of_racing_threads_gets_a_completion(void)
 {
     stage_open(4);
     for (int round = 0; round < 50; round++) {
-        race.request = submit_told();
+        race.request = submit_raced();
         race_on(LONG_NS, complete_when_all_wait);
-        race.request = submit_told();
+        race.request = submit_raced();
         race_on(LONG_NS, complete_at_once);
-        race.request = submit_told();
+        race.request = submit_raced();
         play(perform);
         CHECK(nvmeio_handle_drain(stage.handle, LONG_NS) == 0);
         race_on(0, do_nothing);
@@ -321,7 +321,7 @@ static void test_a_thread_woken_at_its_timeout_may_get_the_completion(void)
     void *a, *b, *user;
 
     stage_open(4);
-    struct nvmeio_request *request = submit_told();
+    struct nvmeio_request *request = submit_raced();
     CHECK(sem_init(&go_on, 0, 0) == 0 && sem_init(&wake_on, 0, 0) == 0);
     CHECK(pthread_create(&first, NULL, wait_long, request) == 0);
     while (!is_awaited(request))
@@ -348,7 +348,7 @@ static void test_a_wait_that_times_out_leaves_the_completion_to_pop(void)
     void *user;
 
     stage_open(4);
-    struct nvmeio_request *request = submit_told();
+    struct nvmeio_request *request = submit_raced();
     CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
     play(perform);
     CHECK(nvmeio_handle_drain(stage.handle, LONG_NS) == 0);

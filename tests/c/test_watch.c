@@ -138,7 +138,7 @@ struct submitter {
 };
 
 /* Completions that were reported to a waiting thread, and so to no other. */
-static atomic_uint told_to_submitters;
+static atomic_uint reported_to_waiters;
 
 static void *submit_reads(void *argument)
 {
@@ -150,7 +150,7 @@ static void *submit_reads(void *argument)
         t.user = &submitter->memory[i];
         struct nvmeio_request *request = submit(submitter->scene->handle, &t);
         if (i & 1 && wait_for(request)) {
-            atomic_fetch_add(&told_to_submitters, 1);
+            atomic_fetch_add(&reported_to_waiters, 1);
             CHECK(eventfd_write(submitter->scene->fd, 1) == 0);
         }
         nvmeio_request_release(request);
@@ -170,7 +170,7 @@ static void await_all(struct scene *scene, unsigned count)
         CHECK(nvmeio_handle_watch(scene->handle, scene->fd) == 0);
         unsigned found = nvmeio_handle_pop(scene->handle, users, 7);
         popped += found;
-        if (popped + atomic_load(&told_to_submitters) == count)
+        if (popped + atomic_load(&reported_to_waiters) == count)
             return;
         if (found == 0)
             CHECK(poll(&readable, 1, -1) == 1);
@@ -183,7 +183,7 @@ static void test_threads_lose_no_completion(const char *engine)
     struct scene scene = scene_open(engine);
     void *user;
 
-    atomic_store(&told_to_submitters, 0);
+    atomic_store(&reported_to_waiters, 0);
     for (int i = 0; i < THREADS; i++) {
         submitters[i].scene = &scene;
         memset(submitters[i].memory, 0, ROUNDS);

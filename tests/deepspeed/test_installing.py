@@ -82,7 +82,7 @@ def test_installed_to_raise_the_op_is_the_module_nvmeio():
         assert aio.aio_handle is nvmeio.aio_handle
 
 
-def test_handles_of_the_op_report_or_raise_as_install_was_told(tmp_path):
+def test_handles_of_the_op_report_or_raise_as_passed_to_install(tmp_path):
     missing = str(tmp_path / "missing")
     with nvmeio.deepspeed.install():
         assert AsyncIOBuilder().load().aio_handle().sync_pread(bytearray(8), missing) == -1

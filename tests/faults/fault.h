@@ -7,15 +7,14 @@
  *   KIND=50        this kind strikes 50 of 1000 occasions, at random
  *   KIND@3         it strikes on its third occasion
  *   all=50         every kind that leaves results right strikes at this rate; pauses
- * 500
-                  times less often, because every lock is an occasion
+ *                  500 times less often, because every lock is an occasion
  *   pause_ms=50    the length of a pause; by default random, 1 to 20 ms
  *   pause_at=CALL  pause only before and after this call, such as munmap
  *   log=PATH       a file that counts how often each kind could strike, and did
  *
  * The random number of each occasion depends only on seed, kind and its count, so the
-  * same occasions are struck in every run.  Which call or block an occasion belongs to
-  * depends on the timing of threads. */
+ * same occasions are struck in every run.  Which call or block an occasion belongs to
+ * depends on the timing of threads. */
 #ifndef NVMEIO_FAULT_H
 #define NVMEIO_FAULT_H
 

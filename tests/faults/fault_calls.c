@@ -335,29 +335,30 @@ CALL(int, eventfd, (unsigned value, int flags), (value, flags), lacks_descriptor
 CALL(FILE *, fopen, (const char *path, const char *mode), (path, mode),
      lacks_descriptors(), NULL)
 
-static bool cannot_tell(int error)
+static bool lacks_information(int error)
 {
     return fails_with(NVMEIO_FAULT_STAT, error);
 }
 
-CALL(int, fstat, (int fd, struct stat *status), (fd, status), cannot_tell(EIO), -1)
-CALL(int, fchmod, (int fd, mode_t mode), (fd, mode), cannot_tell(EPERM), -1)
-CALL(int, stat, (const char *path, struct stat *status), (path, status),
-     cannot_tell(EIO), -1)
-CALL(int, lstat, (const char *path, struct stat *status), (path, status),
-     cannot_tell(EIO), -1)
-CALL(int, fstatfs, (int fd, struct statfs *status), (fd, status), cannot_tell(ENOSYS),
+CALL(int, fstat, (int fd, struct stat *status), (fd, status), lacks_information(EIO),
      -1)
+CALL(int, fchmod, (int fd, mode_t mode), (fd, mode), lacks_information(EPERM), -1)
+CALL(int, stat, (const char *path, struct stat *status), (path, status),
+     lacks_information(EIO), -1)
+CALL(int, lstat, (const char *path, struct stat *status), (path, status),
+     lacks_information(EIO), -1)
+CALL(int, fstatfs, (int fd, struct statfs *status), (fd, status),
+     lacks_information(ENOSYS), -1)
 CALL(int, statx,
      (int fd, const char *path, int flags, unsigned mask, struct statx *status),
-     (fd, path, flags, mask, status), cannot_tell(ENOSYS), -1)
+     (fd, path, flags, mask, status), lacks_information(ENOSYS), -1)
 CALL(int, getrlimit, (int resource, struct rlimit *limit), (resource, limit),
-     cannot_tell(EPERM), -1)
+     lacks_information(EPERM), -1)
 /* EINVAL: there are more processors than bits. */
 CALL(int, sched_getaffinity, (pid_t pid, size_t size, cpu_set_t *cpus),
-     (pid, size, cpus), cannot_tell(EINVAL), -1)
+     (pid, size, cpus), lacks_information(EINVAL), -1)
 
-/* ENOTTY: this kernel, or this file, knows nothing of it. */
+/* ENOTTY: this kernel or file lacks the request. */
 int nvmeio_faulty_ioctl(int fd, unsigned long request, ...)
 {
     PAUSES;
@@ -366,7 +367,7 @@ int nvmeio_faulty_ioctl(int fd, unsigned long request, ...)
     va_start(rest, request);
     void *argument = va_arg(rest, void *);
     va_end(rest);
-    return cannot_tell(ENOTTY) ? -1 : ioctl(fd, request, argument);
+    return lacks_information(ENOTTY) ? -1 : ioctl(fd, request, argument);
 }
 
 static bool cannot_truncate(void)

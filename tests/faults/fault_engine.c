@@ -136,7 +136,7 @@ static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block
 }
 
 /* Report less than was moved. */
-static void tell_less(struct faults *faults, struct nvmeio_block *block)
+static void report_less(struct faults *faults, struct nvmeio_block *block)
 {
     uint64_t number = faults->blocks[block->index].short_number;
 
@@ -147,7 +147,7 @@ static void tell_less(struct faults *faults, struct nvmeio_block *block)
 
 /* Split the returned blocks into those to report now and those to delay. */
 static unsigned deal(struct faults *faults, struct nvmeio_block *list,
-                     struct nvmeio_block **told)
+                     struct nvmeio_block **reported)
 {
     struct nvmeio_block *held = NULL;
     unsigned count = 0;
@@ -163,9 +163,9 @@ static unsigned deal(struct faults *faults, struct nvmeio_block *list,
             held = block;
             faults->held_count++;
         } else {
-            tell_less(faults, block);
-            block->next = *told;
-            *told = block;
+            report_less(faults, block);
+            block->next = *reported;
+            *reported = block;
             count++;
         }
     }
@@ -214,7 +214,7 @@ static struct nvmeio_block *take_new(struct nvmeio_engine *engine,
 static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct faults *faults = engine->faults;
-    struct nvmeio_block *old = engine->finished, *told = NULL;
+    struct nvmeio_block *old = engine->finished, *reported = NULL;
 
     /* Engines of our own threads always return blocks. */
     if (*real_of(engine)->library)
@@ -230,13 +230,13 @@ static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min)
     engine->in_flight += faults->held_count;
     if (result < 0)
         return result;
-    unsigned count = deal(faults, take_new(engine, old), &told);
+    unsigned count = deal(faults, take_new(engine, old), &reported);
     if (count > 1 && nvmeio_fault_strikes(NVMEIO_FAULT_REORDER, NULL))
-        told = reordered(told);
-    while (told) {
-        struct nvmeio_block *next = told->next;
-        nvmeio_engine_finish(engine, told);
-        told = next;
+        reported = reordered(reported);
+    while (reported) {
+        struct nvmeio_block *next = reported->next;
+        nvmeio_engine_finish(engine, reported);
+        reported = next;
     }
     return (int)count;
 }

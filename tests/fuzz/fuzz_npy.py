@@ -1,10 +1,10 @@
 """Fuzz the headers of .npy files with libFuzzer (atheris), and compare with numpy.
 
 ``python tests/fuzz/fuzz_npy.py CORPUS -runs=N -seed=N`` or ``... FILE``, as any target of
-libFuzzer.  An input that begins like a .npy file is one.  Any other input is a byte that
-chooses the version and the text of a header: the whole, or its three values, one a line. A
-finding is an undocumented error, memory out of proportion to the size of the file, a hang,
-or another answer than numpy's.
+libFuzzer.  An input that begins like a .npy file is read as one.  In any other, the first
+byte chooses the version, and the rest is the text of a header: the whole, or its three
+values, one a line.  A finding is an undocumented error, memory out of proportion to the
+size of the file, a hang, or another answer than numpy's.
 """
 
 import os

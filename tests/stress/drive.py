@@ -68,7 +68,7 @@ class PowerCuts:
         return [i for i in moments if not self.entries[i] and self.entries[i - 1]]
 
     def cut(self, entries, kept_share, rng, image):
-        """Write the image that a cut after a number of entries leaves; count lost pages.
+        """Write the image as left by a cut after a number of entries; count lost pages.
 
         About `kept_share` of the cache is kept.
         """

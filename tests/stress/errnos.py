@@ -116,7 +116,7 @@ PASSING = {
     ("renameat2", "EINVAL"),
 }
 # Calls whose failure must be reported, because no bytes show it and nothing replaces them.
-TOLD = {"fdatasync", "fsync"}
+MUST_BE_REPORTED = {"fdatasync", "fsync"}
 # pthread_create() and malloc() report a lack of memory with errnos of their own.
 MEMORY = {"clone", "clone3", "mmap", "mprotect", "mremap"}
 
@@ -153,7 +153,7 @@ class Calls:
         The errnos of each call.
     left_out : dict of str
         Why other calls are not failed.
-    told : set of str
+    must_be_reported : set of str
         Calls whose failure some step must report.
     strict : bool
         Whether a step may end only with the errno of the call that failed.
@@ -163,7 +163,7 @@ class Calls:
 
     errnos: dict
     left_out: dict
-    told: set
+    must_be_reported: set
     strict: bool
     index_max: int = 100
 
@@ -193,7 +193,7 @@ class Calls:
         return {getattr(errno, name) for name in names}
 
 
-TRANSFERS = Calls(ERRNOS, LEFT_OUT, TOLD, strict=True)
+TRANSFERS = Calls(ERRNOS, LEFT_OUT, MUST_BE_REPORTED, strict=True)
 CHECKPOINTS = Calls(
     {call: names for call, names in (ERRNOS | OF_CHECKPOINTS).items() if call != "mmap"},
     {call: why for call, why in LEFT_OUT.items() if call not in OF_CHECKPOINTS}
@@ -205,5 +205,5 @@ CHECKPOINTS = Calls(
 DRAINS = dataclasses.replace(
     CHECKPOINTS,
     errnos={**CHECKPOINTS.errnos, "fadvise64": "EBADF EINVAL ESPIPE"},
-    told={"fsync", "rename"},
+    must_be_reported={"fsync", "rename"},
 )

@@ -100,8 +100,8 @@ class Workload:
         failed = {-result for result in outcome.report.values() if result}
         may_report = self.calls.may_report(call, name)
         assert failed <= may_report, words
-        told = failed or call not in self.calls.told or not may_report
-        assert told or not outcome.injected[call], words
+        reported = failed or call not in self.calls.must_be_reported or not may_report
+        assert reported or not outcome.injected[call], words
         if not outcome.injected[call]:
             assert calls_in(outcome.log)[call] <= index, words
         self.look(outcome.report, words)

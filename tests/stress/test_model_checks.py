@@ -69,7 +69,7 @@ def test_the_system_cannot_write_past_a_fence(tmp_path, kind):
 def test_dropped_memory_is_checked_when_its_last_reference_goes():
     flight = flight_of()
     held = flight.memory.lent
-    flight.let_go()
+    flight.drop()
     gc.collect()
     assert flight.verdict == "the memory was not released"
     held[3] ^= 1
@@ -113,7 +113,7 @@ def test_a_seed_gives_one_plan_with_all_operations(fuse):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_flipped_bit_is_found(faulty, engine, call):
-    """Flip a bit at a place that only the library writes, in a trial that else passes."""
+    """Flip a bit that only the library writes, in a trial that otherwise passes."""
     (faulty / "control").touch()
     flips = Faults(faulty / "control")
     options = {"folder": str(faulty), "place": "fuse", "engine": engine, "seed": 5}

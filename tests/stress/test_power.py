@@ -59,7 +59,7 @@ class Promised:
     # For each root of checkpoints: when each step was reported as saved.
     saved: dict = field(default_factory=lambda: defaultdict(list))
 
-    def hear(self, said):
+    def record(self, said):
         """Record a report."""
         for promise in said.get("begin", ()):
             place = promise.pop("path"), promise.pop("offset")
@@ -234,7 +234,7 @@ def write_until_killed(drive, rng, reports, engine, env=(), **options):
         if said == "ready":
             start = drive.entries()
             continue
-        promised.hear(said)
+        promised.record(said)
         heard += start is not None
         if heard == reports:
             time.sleep(delay_s)

@@ -57,7 +57,7 @@ def leave(folder, control, memory, engine, way, hold):
         os._exit(4)
 
 
-def let_go_in_flight(folder, control, engine, way):
+def drop_in_flight(folder, control, engine, way):
     """Drop everything with reads in flight; the process goes on."""
     path = f"{folder}/drop-{engine}"
     faults = Faults(control)
@@ -145,7 +145,7 @@ def end_amid_submissions(folder, engine):
     def look():
         tried.wait()
         same = default._shared.handle is first
-        report({"same": same, "pending": first.pending, "told": outcomes[0]})
+        report({"same": same, "pending": first.pending, "error": outcomes[0]})
 
     # The first registered function is called last.
     atexit.unregister(_drain_at_exit)

@@ -118,7 +118,7 @@ def copy_without_threads():
     report({"right": bool((target == source).all())})
 
 
-def tell_limit():
+def report_limit():
     """Report how much the pool may hold."""
     report({"bytes_limit": nvmeio.pool_stats()["bytes_limit"]})
 

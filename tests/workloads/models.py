@@ -14,7 +14,7 @@ from nvmeio.safetensors import safe_open, save_sharded
 from workloads.common import pause, report
 
 
-def said_by(function, *args, **options):
+def outcome_of(function, *args, **options):
     """Call a function; return "ok", or its error message."""
     try:
         function(*args, **options)
@@ -27,7 +27,7 @@ def populate():
     """Populate memory while madvise(2) fails."""
     region = Region(1 << 20)
     pause()
-    report(said_by(region.populate, 0, 1 << 20))
+    report(outcome_of(region.populate, 0, 1 << 20))
 
 
 def load_within(path, address_bytes):
@@ -37,7 +37,7 @@ def load_within(path, address_bytes):
         used = int(file.read().split()[0]) * 4096
     bound = used + address_bytes, resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_AS, bound)
-    report([said_by(ours.load_file, path, direct=True), nvmeio.default_handle().stats()])
+    report([outcome_of(ours.load_file, path, direct=True), nvmeio.default_handle().stats()])
 
 
 def load_and_save(source, target):
@@ -52,8 +52,8 @@ def load_and_save(source, target):
 def save_with(path):
     """Save a model file while system calls fail."""
     pause()
-    said = said_by(ours.save_file, {"a": np.full(1 << 20, 7, np.uint8)}, path)
-    report([said, nvmeio.default_handle().pending])
+    outcome = outcome_of(ours.save_file, {"a": np.full(1 << 20, 7, np.uint8)}, path)
+    report([outcome, nvmeio.default_handle().pending])
 
 
 def save_unsynced_and_synced(path, sharded):
@@ -61,7 +61,7 @@ def save_unsynced_and_synced(path, sharded):
     tensors = {"a": np.full(1 << 20, 7, np.uint8)}
     save = save_sharded if sharded else ours.save_file
     pause()
-    report([said_by(save, tensors, path, sync=sync) for sync in (False, True)])
+    report([outcome_of(save, tensors, path, sync=sync) for sync in (False, True)])
 
 
 def save_and_stand_still(path):
@@ -80,9 +80,9 @@ def load_with(path, direct):
     expected = safetensors.numpy.load_file(path)
     found = {}
     pause()
-    said = said_by(lambda: found.update(ours.load_file(path, direct=direct)))
+    outcome = outcome_of(lambda: found.update(ours.load_file(path, direct=direct)))
     same = all(np.array_equal(found[name], expected[name]) for name in found)
-    report([said, same, nvmeio.default_handle().pending])
+    report([outcome, same, nvmeio.default_handle().pending])
 
 
 def load_as_other(path):

@@ -72,9 +72,9 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 
 
 def exact_array(values: Any) -> npt.NDArray[Any]:
-    """Convert values to an array, but integers that need more than 64 bits to objects.
+    """Convert values to an array; integers of more than 64 bits become objects.
 
-    Of a list that has such integers and smaller ones, numpy may make floats.
+    numpy may convert a list that has such integers and smaller ones to floats.
     """
     found: npt.NDArray[Any] = np.asarray(values)
     if found.dtype.kind == "f" and not hasattr(values, "dtype"):
@@ -169,5 +169,5 @@ def extents_of(shape: Shape) -> tuple[int, ...]:
         if extent < 0:
             raise ValueError(f"the shape is {extents}; no extent may be negative")
         if extent > sys.maxsize:
-            raise ValueError(f"the shape is {extents}; extents end at {sys.maxsize}")
+            raise ValueError(f"the shape is {extents}; no extent may exceed {sys.maxsize}")
     return extents

@@ -33,9 +33,9 @@ class Elements:
         """The dtype that users see."""
         return self.dtype if self.library is None else self.tensor_dtype
 
-    def dress(self, array: Array) -> Any:
+    def to_result(self, array: Array) -> Any:
         """Convert an array to the type of results."""
-        return array if self.library is None else self.library.dress(array, self.shown)
+        return array if self.library is None else self.library.to_tensor(array, self.shown)
 
     def spread(self, values: Any, shape: tuple[int, ...]) -> Array:
         """Broadcast values to an array of a shape, as an assignment in numpy would."""
@@ -87,7 +87,7 @@ class Elements:
                     "convert it first"
                 )
         try:
-            return library.undress(values, dtype)
+            return library.to_carrier(values, dtype)
         except _MISFITS as error:
             if library_of(values) is not None:
                 # Raises a precise error for tensors that are not plain arrays.

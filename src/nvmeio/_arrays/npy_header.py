@@ -222,7 +222,7 @@ def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
             return magic + length.to_bytes(width, "little") + _padded(encoded, length)
     raise ValueError(
         f"the header of an array of {len(dtype.names or ())} fields has {length} bytes; "
-        f"numpy reads {_HEADER_BYTES_MAX}"
+        f"numpy reads at most {_HEADER_BYTES_MAX}"
     )
 
 
@@ -236,7 +236,7 @@ def replace_shape(
     if len(encoded) > length:
         raise ValueError(
             f"the header of {path!r} has room for {length} bytes, and the shape {shape} "
-            f"needs {len(encoded)}; nvmeio.save() it anew, which leaves more room"
+            f"needs {len(encoded)}; save it anew with nvmeio.save(), which leaves more"
         )
     return header[:begin] + _padded(encoded, length)
 

@@ -118,8 +118,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     }
     if options.json != "-":
         terminal.say(f"{about}\n")
-        _tell_throughput(contests, terminal)
-        _tell_latencies(contests, settings.depth, terminal)
+        _show_throughput(contests, terminal)
+        _show_latencies(contests, settings.depth, terminal)
     keep_figures(found, lambda: plots.bars(contests, about), options, terminal)
     if not fio and not options.no_fio:
         terminal.note("fio is not installed; if it were, its figures would be shown too")
@@ -131,7 +131,7 @@ def _works(text: str) -> tuple[str, ...]:
     unknown = [word for word in words if word not in WORKS]
     if unknown:
         raise argparse.ArgumentTypeError(
-            f"{unknown[0]!r} must be of {', '.join(WORKS)}, with commas between"
+            f"{unknown[0]!r} must be one of {', '.join(WORKS)}, separated by commas"
         )
     return words
 
@@ -216,7 +216,7 @@ def _about(bench: Workbench, settings: Settings, storage: Storage, fio: str) -> 
     return "; ".join(filter(None, words))
 
 
-def _tell_throughput(contests: list[Contest], terminal: Terminal) -> None:
+def _show_throughput(contests: list[Contest], terminal: Terminal) -> None:
     several = len(next(iter(contests[0].samples.values()))) > 1
     head = ["work", "by", "GB/s" + (" [min-max]" if several else ""), "IOPS"]
     head += ["CPU s/GiB", "speedup"]
@@ -237,7 +237,7 @@ def _tell_throughput(contests: list[Contest], terminal: Terminal) -> None:
     terminal.table(head, rows)
 
 
-def _tell_latencies(contests: list[Contest], depth: int, terminal: Terminal) -> None:
+def _show_latencies(contests: list[Contest], depth: int, terminal: Terminal) -> None:
     rows, few = [], []
     for contest in contests:
         for index, name in enumerate(contest.samples):

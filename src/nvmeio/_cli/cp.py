@@ -161,7 +161,7 @@ class Copy:
         # Some blocks are reserved for root.
         blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
         free = blocks * system.f_frsize
-        # A file system that reports no blocks does not tell its size.
+        # A file system that reports no blocks has no known size.
         if system.f_blocks and free < self.data_bytes:
             has, takes = sizes(free, self.data_bytes)
             raise CommandError(f"{folder} has {has} free, and the copy takes {takes}")

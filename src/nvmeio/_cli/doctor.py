@@ -114,11 +114,11 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
             if storage.error:
                 terminal.note(f"nvmeio doctor: error: {storage.path}: {storage.error}")
     else:
-        _tell(report, terminal)
+        _show(report, terminal)
     return 1 if report.verdict == "none" else 0
 
 
-def _tell(report: Report, terminal: Terminal) -> None:
+def _show(report: Report, terminal: Terminal) -> None:
     terminal.say(f"{report.summary}\n")
     rows: list[Sequence[str]] = []
     for name, found in report.installed.engines.items():

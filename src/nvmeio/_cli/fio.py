@@ -119,7 +119,7 @@ def _job(
         # Its output contains the name of the file, which may have any bytes.
         errors="surrogateescape",
     )
-    told = 0
+    reported = 0
     try:
         while True:
             try:
@@ -129,8 +129,8 @@ def _job(
                 # The process may have ended: /proc/PID/io cannot be read then.
                 with contextlib.suppress(OSError):
                     moved = _moved(process.pid, direction)
-                    advance(moved - told)
-                    told = moved
+                    advance(moved - reported)
+                    reported = moved
     except BaseException:
         process.terminate()
         process.wait()
@@ -140,7 +140,7 @@ def _job(
         raise CommandError(f"fio has failed: {words[-1]}")
     # fio may print notes before the JSON.
     job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
-    advance(job[direction]["io_bytes"] - told)
+    advance(job[direction]["io_bytes"] - reported)
     return job
 
 

@@ -115,7 +115,7 @@ class Trials:
         self._offset = 0
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(File(self._path, "w"))
-            stack.callback(self.rest)
+            stack.callback(self.close_handles)
             self.direct: bool = self._file.direct
             self._fill()
             # In huge pages, like the memory of tensors that DeepSpeed swaps.
@@ -156,7 +156,7 @@ class Trials:
             speeds[op] = nbytes / (time.perf_counter() - begin)
         return speeds
 
-    def rest(self) -> None:
+    def close_handles(self) -> None:
         """Close the handles of the trials."""
         for handle in self._handles.values():
             handle.close()

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         count = sum(heat.trials for heat in heats)
         took = f"{time.monotonic() - begin:.0f} s"
         terminal.say(f"{profile.description}: {count} trials in {took}\n")
-        _tell(profile, saved, terminal)
+        _show(profile, saved, terminal)
         terminal.say("DeepSpeed's aio block, for reading and writing alike:")
         terminal.say('"aio": ' + json.dumps(block, indent=2))
         terminal.say(_beyond_the_block(profile.both.options, keeps=keeps))
@@ -259,7 +259,7 @@ def _heats(
             return speeds
 
         heat.run(measure, time.monotonic() + left)
-        trials.rest()
+        trials.close_handles()
         return heat
 
     first = hold("block size and depth", grid(), GRID_SHARE)
@@ -313,7 +313,7 @@ def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
     return Choice(options, figures)
 
 
-def _tell(profile: Profile, saved: dict[str, Options], terminal: Terminal) -> None:
+def _show(profile: Profile, saved: dict[str, Options], terminal: Terminal) -> None:
     """Show the best settings, whether that is settled, and a recommendation."""
     rows = []
     for goal in GOALS:

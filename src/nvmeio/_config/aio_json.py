@@ -135,7 +135,7 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
     if os.path.exists(target):
         _require_writable(target)
     with synced_folder(target), replacement(target) as temporary:
-        # Nobody may read the new file who must not read the old one.
+        # Users who may not read the old file must not read the new one.
         mode = 0o600 if os.path.exists(target) else 0o666
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with open(descriptor, "wb") as stream:

@@ -28,7 +28,7 @@ _MARKS = (
     "dm/name",
     "loop/backing_file",
 )
-# Serial numbers, of virtio and old drives, are only unique per maker: the model precedes.
+# Serial numbers, of virtio and old drives, are only unique with the model before them.
 _SERIALS = ("serial", "device/serial")
 
 # A file name, including the suffix, has at most 255 bytes.
@@ -40,7 +40,7 @@ class Device:
     """The mount and block device of a path."""
 
     # Mount point, file system type and source; "", "unknown" and "" if the kernel does not
-    # tell.
+    # report them.
     mount_point: str
     file_system: str
     source: str

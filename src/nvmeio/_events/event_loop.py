@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from nvmeio._events.calls import Entered
 from nvmeio._events.listener import Listener, Request, Workers
 
-__all__ = ["Alarm", "Awaiting", "as_coroutine", "close"]
+__all__ = ["Awaiting", "TaskListener", "as_coroutine", "close"]
 
 R = TypeVar("R")
 V_co = TypeVar("V_co", covariant=True)
@@ -54,7 +54,7 @@ class Watcher:
         self._arm()
 
     def end(self) -> None:
-        """Count one waiting coroutine less; after the last, ask for no more signals."""
+        """Count one fewer waiting coroutine; after the last, ask for no more signals."""
         self._waiting -= 1
 
     async def look(self) -> None:
@@ -134,7 +134,7 @@ def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | N
     return watcher
 
 
-class Alarm(Listener):
+class TaskListener(Listener):
     """Collects completions for one coroutine, which sleeps meanwhile."""
 
     def __init__(self) -> None:
@@ -172,13 +172,13 @@ class Alarm(Listener):
         while self._watchers:
             self._watchers.pop().end()
 
-    def _ring(self) -> None:
-        if asyncio._get_running_loop() is self._loop:
-            self._wake()
-        else:
-            _call_soon(self._loop, self._wake)
-
     def _wake(self) -> None:
+        if asyncio._get_running_loop() is self._loop:
+            self._resume()
+        else:
+            _call_soon(self._loop, self._resume)
+
+    def _resume(self) -> None:
         _wake(self._future)
 
 
@@ -210,12 +210,12 @@ async def _until(
 async def as_coroutine(request: Request) -> Any:
     """Wait for a request as ``await request`` does."""
     if not request.done():
-        alarm = Alarm()
+        listener = TaskListener()
         try:
-            alarm.listen([request])
-            await _until(request.done, alarm.sleep, request.cancel)
+            listener.listen([request])
+            await _until(request.done, listener.sleep, request.cancel)
         finally:
-            alarm.close()
+            listener.close()
     try:
         return request.wait(0)
     except concurrent.futures.CancelledError as error:
@@ -280,7 +280,7 @@ class Awaiting:
         return _EnteredElsewhere(self, context)
 
     async def locked(self, wait: Callable[[], Any], attempt: Callable[[], bool], /) -> None:
-        """Try again and again: a cancelled task need not wait, nor is a thread held."""
+        """Retry, so that a cancelled task need not wait, and no thread is blocked."""
         delay = LOCK_DELAY_MIN_S
         while not await self.call(attempt):
             await asyncio.sleep(delay)

@@ -1,4 +1,4 @@
-"""Reset state in forked children.  The C library tells whether there was a fork."""
+"""Reset state in forked children.  The C library detects a fork."""
 
 import os
 from collections.abc import Callable

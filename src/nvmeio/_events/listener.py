@@ -64,7 +64,7 @@ class Request(Protocol):
 class Listener(ABC):
     """Collects requests in the order in which they complete.
 
-    A subclass sleeps meanwhile; ``_ring`` wakes it.
+    A subclass sleeps meanwhile; ``_wake`` wakes it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Listener(ABC):
         """Add a completed request, in the thread that observed its completion."""
         self.done.append(request)
         self._awaited.discard(request)
-        self._ring()
+        self._wake()
 
     def leave(self) -> list[Any]:
         """Stop listening, and return the requests that were not yielded yet."""
@@ -98,5 +98,5 @@ class Listener(ABC):
             self._awaited.pop()._remove_done_callback(self)
 
     @abstractmethod
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Wake the sleeper.  Called by any thread."""

@@ -135,7 +135,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def locked_for_reading(file: "_HasFileno") -> Iterator[int]:
-    """Wait until nobody has locked a file, and keep it so; yield a new descriptor."""
+    """Take a shared lock on a file, waiting for its holder; yield a new descriptor."""
     with FileLock(file, os.O_RDONLY) as lock:
         # Where a file cannot be locked, nobody has locked it.
         with contextlib.suppress(OSError):

@@ -70,10 +70,10 @@ class TensorLibrary(Protocol):
     def carrier(self, dtype: Any) -> np.dtype[Any] | None:
         """Return the numpy dtype that holds elements of a dtype; None if not its own."""
 
-    def dress(self, array: npt.NDArray[Any], dtype: Any) -> Any:
+    def to_tensor(self, array: npt.NDArray[Any], dtype: Any) -> Any:
         """View an array of carriers as a tensor, sharing memory."""
 
-    def undress(self, values: Any, dtype: Any) -> npt.NDArray[Any]:
+    def to_carrier(self, values: Any, dtype: Any) -> npt.NDArray[Any]:
         """Convert values, as a tensor would accept them, to an array of carriers."""
 
 

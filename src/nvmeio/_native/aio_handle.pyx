@@ -275,7 +275,7 @@ cdef class aio_handle:
         bool
             True for memory that torch pinned, and for any part of a tensor from
             ``new_cpu_locked_tensor`` of any handle that was not freed, even if the system
-            did not permit to lock it.
+            refused to lock it.
         """
         return is_locked(buffer)
 
@@ -688,7 +688,7 @@ cdef class aio_handle:
         cdef Request request
         first = None
         for request in requests:
-            request.told = True
+            request.error_seen = True
             if request.error is None:
                 continue
             if first is None:

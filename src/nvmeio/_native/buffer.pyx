@@ -126,7 +126,7 @@ cdef Buffer new_buffer(object source, bint writable):
 
 
 def borrow(source, *, writable):
-    """``lend`` for Python code.  The request that gets the Buffer releases it."""
+    """Call ``lend`` for Python code.  The request that gets the Buffer releases it."""
     return lend(source, writable)
 
 
@@ -162,7 +162,7 @@ cdef int check_array(object array) except -1:
             f"cannot transfer an array of dtype {array.dtype}: its elements are Python "
             "objects; convert it with astype() first"
         )
-    # The first use of numpy.ma imports it, which takes 10 ms: ndarray itself needs none.
+    # Plain arrays first, because the first use of numpy.ma imports it, which takes 10 ms.
     if type(array) is not _ndarray and isinstance(array, numpy.ma.MaskedArray):
         raise TypeError(
             "cannot transfer a masked array: its mask would be lost; pass array.data, "

@@ -264,8 +264,8 @@ cdef bint copy_strided(object dest, object src) except -1:
     """Copy with numpy or the tensors' library; return False if they share none."""
     if isinstance(dest, _ndarray) and isinstance(src, _ndarray):
         check_sizes(dest.nbytes, src.nbytes)
-        # For masked arrays, arrays of objects and arrays that overlap themselves lend()
-        # raises the right error.
+        # lend() raises the right error for masked arrays, arrays of objects, and arrays
+        # that overlap themselves.
         if type(dest) is not _ndarray or type(src) is not _ndarray or dest.dtype.hasobject:
             return False
         if dest.size > 0 and may_overlap(dest.shape, dest.strides, dest.itemsize):

@@ -74,10 +74,10 @@ cdef object error_in_words(int error, str words, object path):
     words = f"{os.strerror(error)} {words}"
     if error == errno.ENOMEM:
         words += "; NVMEIO_POOL_BYTES may leave no memory for bounce buffers: raise it"
-    return OSError(told_of(error), words, path)
+    return OSError(reported_errno(error), words, path)
 
 
-cdef int told_of(int error) except -1:
+cdef int reported_errno(int error) except -1:
     # ETIMEDOUT comes from a drive or a server.  Python would turn it into a TimeoutError,
     # which in nvmeio means that the request is still running.
     return errno.EIO if error == errno.ETIMEDOUT else error
@@ -93,7 +93,7 @@ cdef object error_of_parts(
     words = f"{reason} ({name}, {part} {found[0][0]}: {first}"
     if len(found) > 1:
         words += f"; {len(found)} of {count} {part}s failed"
-    return kind(told_of(error), f"{words})", path, found)
+    return kind(reported_errno(error), f"{words})", path, found)
 
 
 cdef int raise_refused(nvmeio_op op, object path, int result) except -1:

@@ -51,7 +51,7 @@ def is_locked(buffer):
 def pool_memory(nbytes, pin_memory, numa_node):
     """Allocate memory from the pool."""
     if nbytes > sys.maxsize:
-        raise MemoryError(f"{nbytes} bytes were asked for; addresses end at {sys.maxsize}")
+        raise MemoryError(f"cannot allocate {nbytes} bytes; the limit is {sys.maxsize}")
     if not flag("pin_memory", pin_memory):
         return pool.PoolMemory(nbytes, numa_node=numa_node)
     memory = pool.new_pinned(nbytes, numa_node=numa_node)

@@ -109,7 +109,7 @@ cdef bint release_some(OpenFiles files) except -1:
             return True
         if not busy:
             return False
-        files.workers.breathe()
+        files.workers.pause()
 
 
 cdef Py_ssize_t count_open(OpenFiles files) except -1:

@@ -37,7 +37,7 @@ def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> flo
 
 
 def read_cached(int descriptor, buffer, int64_t offset) -> bool:
-    """Fill a buffer, if the page cache has all of it; False if not, or if it cannot tell.
+    """Fill a buffer, if the page cache has all of it; False if not, or if that is unknown.
 
     The descriptor is one without O_DIRECT.  For one record this takes a fifth of the time
     of a gather, which would read it from the page cache too.
@@ -59,7 +59,7 @@ def read_cached(int descriptor, buffer, int64_t offset) -> bool:
                     if got <= 0:
                         break
                     done += got
-        # What has failed is read again by the caller, who says why.
+        # The caller repeats a failed read, and reports its error.
         return done == view.len
     finally:
         PyBuffer_Release(&view)

@@ -52,7 +52,7 @@ cdef class PoolMemory:
         cdef int node = node_of(numa_node)
         self.memory = NULL
         if nbytes < 0:
-            raise ValueError(f"nbytes must be 0 or more, not {nbytes}")
+            raise ValueError(f"nbytes is {nbytes}; it must be 0 or more")
         apply_settings()
         with nogil:
             # The pool cannot allocate 0 bytes.

@@ -31,7 +31,7 @@ cdef class Request:
     cdef object value          # the result after success; None: the number of bytes
     cdef object error          # the exception, or None
     cdef str words             # the warning if nobody looks at the error, or None
-    cdef bint told             # somebody has seen the error
+    cdef bint error_seen       # somebody has looked at the error
     cdef uint32_t generation   # fork_generation() of the process that made it
     cdef readonly object _workers  # the Workers that execute it; waiters watch them
     cdef list callbacks        # not yet called, or None; see callbacks.pyx
@@ -109,7 +109,7 @@ cdef Request new_request(
 )
 
 # Wait for a request and finish it; if it is finished, release the memory and call back.
-cdef int see_to_it(Request request, int64_t timeout_ns) except -1
+cdef int wait_and_finish(Request request, int64_t timeout_ns) except -1
 
 # Wait as Request.wait() does; after an interruption, cancel the request and wait for it.
 cpdef object wait_or_cancel(Request request)

@@ -83,7 +83,7 @@ cdef class Request:
 
     def __dealloc__(self):
         # A cycle collector may have cleared `error`, but never `words`.
-        if self.words is not None and not self.told:
+        if self.words is not None and not self.error_seen:
             warn_of(self.words)
         libnvmeio.request_release(self.c)
 
@@ -195,7 +195,7 @@ cdef class Request:
                 &outcome,
             )
             # This error includes the other one as its cause.
-            before.told = True
+            before.error_seen = True
         if outcome.abandoned:
             _log.critical("%s; its memory is never freed", error)
             self.abandon_memory()
@@ -283,7 +283,7 @@ cdef class Request:
         if result < 0:
             return False
         try:
-            see_to_it(self, timeout_ns)
+            wait_and_finish(self, timeout_ns)
         except BaseException:
             # The library reports a completion once, and has done so: keep the request.
             if not self.finished:
@@ -369,7 +369,7 @@ cdef class Request:
             refuse_unknown(Request.wait, unknown)
         if not self.poll_for(timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
-        self.told = True
+        self.error_seen = True
         if self.error is not None:
             raise self.error
         return self.outcome
@@ -418,7 +418,7 @@ cdef class Request:
             refuse_unknown(Request.exception, unknown)
         if not self.poll_for(timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
-        self.told = True
+        self.error_seen = True
         if isinstance(self.error, CancelledError):
             raise self.error
         return self.error
@@ -656,7 +656,7 @@ cpdef object wait_or_cancel(Request request):
                     second.add_note(f"{request!r} goes on, and its memory is in use")
             raise
         # The interruption is raised, so nobody can look at the request's own error.
-        request.told = True
+        request.error_seen = True
         raise
 
 
@@ -772,7 +772,7 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     return 0
 
 
-cdef int see_to_it(Request request, int64_t timeout_ns) except -1:
+cdef int wait_and_finish(Request request, int64_t timeout_ns) except -1:
     """Wait for a request and finish it; if it is finished, release and call back."""
     cdef bint finished_here = False
     file = interruption = None

@@ -25,12 +25,12 @@ cdef int apply_settings() except -1:
         set_pool(
             os.environ.get("NVMEIO_POOL_BYTES"), os.environ.get("NVMEIO_POOL_HUGETLB")
         )
-        tell_of_pools()
+        warn_of_copies()
         _applied = True
     return 0
 
 
-cdef int tell_of_pools() except -1:
+cdef int warn_of_copies() except -1:
     """Warn if other code in this process is linked with libnvmeio.a, a second copy."""
     cdef libnvmeio.nvmeio_pool_stats stats
     libnvmeio.pool_get_stats(&stats)

@@ -16,7 +16,7 @@ from nvmeio._native.buffer cimport Buffer, lend
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
 from nvmeio._native.errors cimport words_of
-from nvmeio._native.request cimport Request, fill_request, new_request, see_to_it
+from nvmeio._native.request cimport Request, fill_request, new_request, wait_and_finish
 
 
 @cython.no_gc_clear
@@ -61,7 +61,7 @@ cdef class StagedRequest(Request):
         self.check_process()
         if self.is_being_finished_here():
             return False
-        see_to_it(self, timeout_ns)
+        wait_and_finish(self, timeout_ns)
         return self.finished
 
     cdef object go_on(self, int64_t timeout_ns):
@@ -94,7 +94,7 @@ cdef class StagedRequest(Request):
         part = self.begun[self.done_count]
         if not part.poll(timeout_ns):
             return False
-        part.told = True
+        part.error_seen = True
         if part.error is not None:
             self.end(part.error)
             return True
@@ -129,7 +129,7 @@ cdef class StagedRequest(Request):
         cdef Request part
         for part in self.begun:
             part.poll(-1)
-            part.told = True
+            part.error_seen = True
         if error is None and self.outcome < self.nbytes:
             error = CancelledError(f"the transfer of {self.path!r} was cancelled")
         if error is None and self.op == OP_READ:

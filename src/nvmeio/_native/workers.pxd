@@ -21,8 +21,8 @@ cdef class Workers:
     # limit), and return False.  Handles signals meanwhile.
     cdef bint drain_until(self, int64_t end_ns) except -1
 
-    # Wait a moment (BREATH_NS) for completions, when another resource has run out.
-    cdef int breathe(self) except -1
+    # Wait a moment (PAUSE_NS) for completions, when another resource has run out.
+    cdef int pause(self) except -1
 
     # Refuse new requests, and wait for those in flight.  May be called again.
     cdef int stop(self) except -1

@@ -29,7 +29,7 @@ cdef dict _bounces = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOU
 
 # Signals are handled between two slices of a wait, so Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
-cdef int64_t BREATH_NS = 1_000_000
+cdef int64_t PAUSE_NS = 1_000_000
 
 # Resources that workers of any engine need, by the errno of their exhaustion.
 _LACKING = {
@@ -40,7 +40,7 @@ _LACKING = {
 }
 
 # Reasons of fallbacks that were logged already.
-_told = set()
+_logged = set()
 
 
 # A cycle collector would empty the attributes before the owner's __dealloc__ stops it.
@@ -117,9 +117,9 @@ cdef class Workers:
             if left == 0:
                 return False
 
-    cdef int breathe(self) except -1:
+    cdef int pause(self) except -1:
         with nogil:
-            libnvmeio.handle_drain(self.c, BREATH_NS)
+            libnvmeio.handle_drain(self.c, PAUSE_NS)
         PyErr_CheckSignals()
         return 0
 
@@ -221,8 +221,8 @@ cdef Workers start_workers(dict options):
     if result < 0:
         raise_unusable(engine, result)
     fallback = libnvmeio.handle_fallback(workers.c).decode()
-    if fallback and fallback not in _told:
-        _told.add(fallback)
+    if fallback and fallback not in _logged:
+        _logged.add(fallback)
         _log.warning(
             "using the engine %s, because others do not work here: %s",
             workers.engine(),

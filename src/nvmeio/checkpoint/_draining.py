@@ -170,7 +170,7 @@ class Drain:
                 )
         self.future: Future[int] = Future()
         self.future.add_done_callback(self._end_if_cancelled)
-        self._uncovered = False
+        self._last_removed = False
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -215,7 +215,7 @@ class Drain:
             self._finish()
         except BaseException as error:
             self._fail(error)
-        self._tell()
+        self._report()
 
     def _prepare(self) -> None:
         """Create the folders, once, and remove unfinished files of earlier drains."""
@@ -260,8 +260,8 @@ class Drain:
             self._look_at_source()
         except BaseException:
             # Remove the last files again, because they would mark the copy as complete.
-            self._uncovered = False
-            self._uncover()
+            self._last_removed = False
+            self._remove_last()
             raise
 
     def _look_at_source(self) -> None:
@@ -275,7 +275,7 @@ class Drain:
         for folder in self.folders:
             self._try(folder, functools.partial(self.place.settle, folder))
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.future.cancelled():
             return
         if self._failed is None:
@@ -328,11 +328,11 @@ class Drain:
             if there == size and self._is_there(name, file, size):
                 return
             if there is not None and name not in self.last:
-                self._uncover()
+                self._remove_last()
             with self.place.writing(name) as writer:
                 expected = 0
                 for piece in pieces_of(file, size):
-                    self._pass(piece)
+                    self._throttle(piece)
                     expected = crc32c.crc32c(piece.data, expected)
                     writer.write(piece)
                 if _state_of(os.fstat(file.fileno())) != _state_of(before):
@@ -346,16 +346,16 @@ class Drain:
                     )
                 writer.commit()
 
-    def _uncover(self) -> None:
+    def _remove_last(self) -> None:
         """Remove the `last` files of the target, which mark it as complete, once."""
         with self._mutex:
-            if self._uncovered:
+            if self._last_removed:
                 return
             for name in self.last:
                 self.place.remove(name)
             for folder in {os.path.dirname(name) for name in self.last}:
                 self.place.settle(folder)
-            self._uncovered = True
+            self._last_removed = True
 
     def _is_there(self, name: str, file: File, size: int) -> bool:
         """Return whether the target already has this file, with the same checksum."""
@@ -366,17 +366,17 @@ class Drain:
     def _sum(self, pieces: Iterable[Bytes]) -> tuple[int, int]:
         checksum = nbytes = 0
         for piece in pieces:
-            self._look_up()
+            self._check_stopped()
             checksum = crc32c.crc32c(piece.data, checksum)
             nbytes += len(piece)
         return checksum, nbytes
 
-    def _pass(self, piece: Bytes) -> None:
-        self._look_up()
+    def _throttle(self, piece: Bytes) -> None:
+        self._check_stopped()
         if self._stop.wait(self.pace.delay(len(piece))):
             raise CancelledError
 
-    def _look_up(self) -> None:
+    def _check_stopped(self) -> None:
         if self.future.cancelled() or self._stop.is_set():
             raise CancelledError
 

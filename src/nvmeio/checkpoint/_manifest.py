@@ -143,7 +143,7 @@ def read_json(
     opener: Callable[[str], int],
     manifest: Manifest | None = None,
 ) -> Any:
-    """Read a JSON file of a checkpoint; raise CheckpointError, with the path.
+    """Read a JSON file of a checkpoint; raise CheckpointError, with the path, if invalid.
 
     With a manifest, compare its bytes with their checksums.
     """
@@ -155,7 +155,7 @@ def read_json(
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
         if size > 1 << 20:
-            require_available(_MEMORY_PER_BYTE * size, f"what {path} describes")
+            require_available(_MEMORY_PER_BYTE * size, f"parsing {path}")
         text = file.read(limit)
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
@@ -169,7 +169,8 @@ def read_json(
         raise CheckpointError(f"{path} is not the JSON of a checkpoint: {error}") from None
     except RecursionError:
         if _depth_of(text) > _DEPTH_MAX:
-            raise CheckpointError(f"{path} is nested too deeply") from None
+            words = f"is nested deeper than {_DEPTH_MAX} levels"
+            raise CheckpointError(f"{path} {words}") from None
         # The nesting is allowed, so the caller has used up the stack.
         raise
 

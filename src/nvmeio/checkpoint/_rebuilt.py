@@ -197,7 +197,7 @@ def rebuild(part: Part, base: Any) -> Any:
     """Make a tensor or an array over the memory of a stored tensor."""
     try:
         if part.by_torch:
-            return _dressed(part, _tensor(part, base))
+            return _with_flags(part, _tensor(part, base))
         return _array(part, base)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path_of(part.path)} cannot be rebuilt: {error}") from None
@@ -240,7 +240,7 @@ def _tensor(part: Part, base: Any) -> Any:
     return torch._neg_view(made) if view.neg else made
 
 
-def _dressed(part: Part, tensor: Any) -> Any:
+def _with_flags(part: Part, tensor: Any) -> Any:
     wants = "requires_grad" in part.flags
     if "parameter" in part.flags:
         return torch_module().nn.Parameter(tensor, requires_grad=wants)

@@ -189,8 +189,8 @@ class Held:
             if each.name not in tensors:
                 break
             seen(bytes_of(tensors[each.name]))
-        # If they differ, read the file, so that the error names the damaged bytes.  If none
-        # are, the program has changed the memory meanwhile, which is no error.
+        # If they differ, read the file, so that the error names the damaged bytes.  If the
+        # file is intact, the program has changed the memory meanwhile, which is no error.
         if seen.sums() != record.checksums:
             self._verify_file(TENSORS)
 

@@ -96,7 +96,7 @@ class ModelFile:
         )
 
     def explained(self, error: OSError) -> Exception:
-        """Return the error to raise: a read past the end means that the file was cut."""
+        """Return the error to raise: a read past the end means a truncated file."""
         return self.changed() if error.errno == errno.ENODATA else error
 
     def close(self) -> None:

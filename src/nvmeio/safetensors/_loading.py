@@ -292,7 +292,7 @@ def _named(files: Sequence[ModelFile]) -> str:
 
 
 def _explained(error: OSError, files: Sequence[ModelFile]) -> Exception:
-    """Return the error to raise: a read past the end means that the file was cut."""
+    """Return the error to raise: a read past the end means a truncated file."""
     for file in files:
         if file.path == error.filename:
             return file.explained(error)

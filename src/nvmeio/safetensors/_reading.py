@@ -75,7 +75,7 @@ class _Cached:
     def get(self) -> Handle:
         with self.lock:
             if self.handle is None or self.handle.closed:
-                # Reading from the page cache is copying, which workers best do themselves.
+                # A read from the page cache is a copy: it needs no queue of the kernel.
                 self.handle = Handle(engine="sync", direct=False, workers=CACHED_WORKERS)
             return self.handle
 
@@ -189,7 +189,7 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
 
 
 def max_gap(run_bytes: int) -> int:
-    """Return the largest gap between runs to read along, for runs of this length.
+    """Return the largest gap between runs of this length that is read too.
 
     It is larger for short runs: many small reads take longer than the extra bytes.
     """

@@ -143,7 +143,7 @@ def load_sharded(
             with _opened(path, direct) as file:
                 total += sum(each.nbytes for each in choose(path, file))
     found: dict[str, Any] = {}
-    before, tell = 0, progress
+    before, report = 0, progress
     for low in range(0, len(paths), FILES_MAX):
         with ExitStack() as stack:
             chosen = []
@@ -151,10 +151,10 @@ def load_sharded(
                 chosen += choose(path, stack.enter_context(_opened(path, direct)))
             if progress is not None and len(paths) > FILES_MAX:
 
-                def tell(done: int, _: int, before: int = before) -> None:
+                def report(done: int, _: int, before: int = before) -> None:
                     progress(before + done, total)
 
-            found |= load(chosen, kind, out=out, progress=tell)
+            found |= load(chosen, kind, out=out, progress=report)
             before += sum(each.nbytes for each in chosen)
     return found
 
@@ -340,16 +340,16 @@ def save_sharded(
         ]
         for write_all, shard in zip(writers, shards, strict=True):
             size = sum(tensor.nbytes for tensor in shard.values())
-            tell = None
+            report = None
             if progress is not None:
 
-                def tell(
+                def report(
                     written: int, of: int, before: int = done, size: int = size
                 ) -> None:
                     # Without the headers.
                     progress(before + min(size, max(0, written - of + size)), total)
 
-            write_all(tell)
+            write_all(report)
             done += size
     if len(shards) > 1:
         pairs = zip(names, shards, strict=True)

@@ -11,7 +11,7 @@ import torch
 
 from nvmeio.torch._bits import OPAQUE_DTYPES, opaque
 
-__all__ = ["carrier", "dress", "is_common", "undress"]
+__all__ = ["carrier", "is_common", "to_carrier", "to_tensor"]
 
 # The dtypes that torch.from_numpy() and Tensor.numpy() support.
 _COMMON: dict[torch.dtype, type[np.generic]] = {
@@ -45,14 +45,14 @@ def is_common(dtype: np.dtype[Any]) -> bool:
     return any(dtype == common for common in _COMMON.values())
 
 
-def dress(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+def to_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """Convert an array of the carrier dtype to a tensor."""
     if dtype not in _COMMON:
         array = array.view(_COMMON[OPAQUE_DTYPES[dtype.itemsize]])
     return torch.from_numpy(array).view(dtype)
 
 
-def undress(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
+def to_carrier(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
     """Convert values to an array of the carrier dtype."""
     if isinstance(values, np.ndarray):
         # torch refuses other byte orders, negative strides and read-only memory.

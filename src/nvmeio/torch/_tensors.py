@@ -14,7 +14,7 @@ from nvmeio._memory.strides import check_sizes, may_overlap
 from nvmeio._native import pool
 from nvmeio._native.locked import pool_memory
 from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
-from nvmeio.torch._dtypes import carrier, dress, undress
+from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor
 from nvmeio.torch._pool import announce, tensor_in
 from nvmeio.torch._staging import DeviceStaging
 
@@ -22,7 +22,6 @@ __all__ = [
     "announce",
     "carrier",
     "copy",
-    "dress",
     "export",
     "first_address",
     "host_like",
@@ -30,8 +29,9 @@ __all__ = [
     "locked_tensor",
     "storage_address",
     "thread_limit",
+    "to_carrier",
+    "to_tensor",
     "touch",
-    "undress",
 ]
 
 

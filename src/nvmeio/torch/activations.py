@@ -121,7 +121,7 @@ def save_on_disk(
 
 
 class _SavingOnDisk(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
-    """What ``save_on_disk()`` returns: enters ``_saving()`` as often as it is entered."""
+    """The result of ``save_on_disk()``; each entry enters a new ``_saving()``."""
 
     def __init__(self, folder: str, min_bytes: int, memory: int) -> None:
         self._options = folder, min_bytes, memory

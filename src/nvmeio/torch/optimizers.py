@@ -450,7 +450,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     def _plan(self) -> None:
         """Lay out the files again for groups that have changed, and move their states."""
-        seen = [self._print_of(group) for group in self.param_groups]
+        seen = [self._fingerprint_of(group) for group in self.param_groups]
         if seen != self._seen:
             self._lay_out(seen)
         # States of parameters that were in no group until now.
@@ -510,7 +510,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._unsplit &= placed.keys()
         self._store.keep(now)
 
-    def _print_of(self, group: dict[str, Any]) -> Any:
+    def _fingerprint_of(self, group: dict[str, Any]) -> Any:
         """Return everything that the layout of a group depends on."""
         names = self._names(group)
         params = group["params"]
@@ -824,7 +824,7 @@ class _States(Mapping[torch.Tensor, State]):
             if isinstance(param, torch.Tensor):
                 what = f"tensor of shape {tuple(param.shape)}"
             raise KeyError(
-                f"a {what} is no parameter of this optimizer, which has "
+                f"a {what} is not a parameter of this optimizer, which has "
                 f"{len(self._optimizer._pieces)}"
             )
         return self._optimizer._load(param)

@@ -156,7 +156,7 @@ class InFlight:
             f"{self.memory.expected_whole[wrong[:8]]}"
         )
 
-    def let_go(self):
+    def drop(self):
         """Drop memory and request; check the memory when the last reference goes."""
 
         def parting(whole):

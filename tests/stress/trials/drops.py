@@ -159,7 +159,7 @@ class Trial:
         array = self.arena.lend(count * 1000, skew, judge)
         return array, self.handle.submit_gather(self.source, offsets, 1000, array)
 
-    def let_go(self):
+    def drop_all(self):
         """Drop everything in random order, with a few other calls in between."""
         self.held |= {"source": self.source, "target": self.target}
         del self.source, self.target
@@ -171,7 +171,7 @@ class Trial:
         order = ["handle", *self.held]
         for name in self.draw.sample(order, len(order)):
             if name == "handle":
-                held_longer = self.let_go_of_handle()
+                held_longer = self.drop_handle()
                 continue
             self.disturb(name)
             value = self.held.pop(name)
@@ -182,7 +182,7 @@ class Trial:
                 gc.collect()
         del held_longer
 
-    def let_go_of_handle(self):
+    def drop_handle(self):
         """Drop or close the handle with requests in flight; return what to drop later."""
         way = self.draw.choice(("closed", "dropped"))
         at_once = self.more.random() < 0.5
@@ -263,7 +263,7 @@ def drop(first, count, folder, engine):
         trial = Trial(draw, arena, path, data, engine, counts)
         for number in range(draw.randint(1, REQUESTS)):
             trial.start(number)
-        trial.let_go()
+        trial.drop_all()
         gc.collect()
         trial.check_written(path)
         arena.check()

@@ -114,7 +114,7 @@ class Model(FileModel):
         if flight is not None:
             self.in_flight.remove(flight)
             self.dropped.append(flight)
-            flight.let_go()
+            flight.drop()
 
     def fsync(self, step):
         world = self.world

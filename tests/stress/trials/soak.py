@@ -181,7 +181,7 @@ class Round:
             read_checked(self.handle, file, self.data)
         nvmeio.memcpy(np.zeros(2 << 20, np.uint8), np.ones(2 << 20, np.uint8), threads=2)
 
-    def let_go(self):
+    def drop_all(self):
         """Drop everything without waiting, polling or closing."""
         self.handle.submit_read(bytearray(SIZE), self.path)
         self.op.async_pread(bytearray(SIZE), self.path)
@@ -215,7 +215,7 @@ def soak(
         this = Round(draw, folder, engine, data)
         for step in draw.sample(steps, len(steps)):
             getattr(this, step)()
-        this.let_go()
+        this.drop_all()
         this = None
         if leak:
             getattr(leaks, leak)()

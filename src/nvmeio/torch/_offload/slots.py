@@ -242,7 +242,7 @@ class SlotFile:
         return data
 
     def drop(self, slot: Slot) -> None:
-        """Count one user less of a slot; may be called by the garbage collector."""
+        """Count one fewer user of a slot; may be called by the garbage collector."""
         if not self.forked:
             self._dropped.append(slot)
             self._settle()

@@ -27,8 +27,8 @@ _END: Any = object()
 
 _KEYS = ("batches", "checksum", "rank", "order", "rng_state", "generators")
 
-# What decides on the order of a sampler that draws no numbers of its own, as
-# DistributedSampler.
+# The attributes that determine the order of a sampler without random numbers of its own,
+# such as DistributedSampler.
 _ORDER = ("batch_size", "drop_last", "shuffle", "seed", "epoch", "num_replicas")
 
 
@@ -130,11 +130,11 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         self.pin_memory = flag("pin_memory", pin_memory)
         self.collate_fn = collate_fn
         self._stored = _stored_below(dataset)
-        # Where the iteration is that was begun last; None between two of them.
+        # The place of the last iteration that was begun; None between two iterations.
         self._place: _Place | None = None
         self._loaded = False
         self._current: object = None
-        # What the data are, once it was asked.
+        # The description of the data, made on first need.
         self._found: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -368,7 +368,7 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         return copy.deepcopy(self.batch_sampler.state_dict())
 
     def _contents(self) -> dict[str, Any]:
-        """Return what the data are, apart from where they are."""
+        """Return a description of the data, independent of their location."""
         if self._found is None:
             self._found = self._stored._contents()
         return self._found
@@ -440,7 +440,7 @@ def _rank_of(batch_sampler: Any) -> int:
 
 
 def _order_of(batch_sampler: Any) -> str:
-    """Return what samplers say of their order, apart from the rank."""
+    """Return the attributes that determine the order, except the rank, as text."""
     return ", ".join(
         f"{name} {int(value)}"
         for one in _samplers_of(batch_sampler)

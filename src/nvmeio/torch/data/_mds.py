@@ -60,8 +60,9 @@ class MDSDataset(RecordDataset):
     Compressed shards can be read only after streaming, or another program, has decompressed
     them.  Hashes are not compared.  Nothing is downloaded, deleted or written.
 
-    The tables of all shards are read and checked at first, and take 12 bytes a sample in
-    memory.  A batch of a DataLoader is one gather for each shard that has samples of it.
+    The tables of all shards are read and checked at construction, and take 12 bytes of
+    memory per sample.  A batch of a DataLoader is one gather for each shard that has
+    samples of it.
 
     Examples
     --------
@@ -166,7 +167,7 @@ class _Columns(NamedTuple):
     def borders(self) -> tuple[int, int]:
         """Return how many bytes of a sample are before the value that varies, and behind.
 
-        Where several vary, the sample itself says where they are, and all is before.
+        If several vary, the sample has their sizes, and all of it counts as before.
         """
         if self.sizes.count(None) != 1:
             return _ALL, 0
@@ -219,7 +220,7 @@ def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
             raise ValueError(f"its version is {contents['version']!r}, not 2")
         shards = _of(contents, "shards", list)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index!r} is no index of MDS shards: {error}") from error
+        raise ValueError(f"{index!r} is not an index of MDS shards: {error}") from error
     for number, shard in enumerate(shards):
         try:
             yield _shard(folder, shard, allow_pickle)
@@ -259,14 +260,14 @@ def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
 
 
 def _check_there(path: str, folder: str, shard: Any) -> None:
-    """Raise ValueError, with what to do, for a shard that is only there compressed."""
+    """Raise ValueError, with what to do, for a shard that exists only compressed."""
     packed = shard.get("zip_data")
     if os.path.exists(path) or not shard.get("compression") or not packed:
         return
     name = _of(packed, "basename", str)
     raise ValueError(
         f"is compressed, {os.path.join(folder, name)!r}: decompress it to {path!r}, as "
-        "streaming does when it has read it once"
+        "streaming does when it first reads it"
     )
 
 

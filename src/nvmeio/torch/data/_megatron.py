@@ -67,7 +67,7 @@ class MegatronDataset(RecordDataset):
     ``dataset[2:5]`` is a list of samples.  A batch is one gather, see ``RecordDataset``.
 
     All of the .idx file is checked when the dataset is made.  It is memory-mapped, so that
-    the processes of a machine share one copy of it; it must not be cut meanwhile.
+    the processes of a machine share one copy of it; do not truncate it meanwhile.
 
     Megatron's own datasets can read with nvmeio too, see ``nvmeio.torch.megatron``.
 

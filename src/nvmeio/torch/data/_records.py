@@ -132,8 +132,8 @@ class RecordDataset(Stored):
 
     Arrays, also of ``numpy.memmap``, of small integers or of views, are not copied and must
     not change afterwards.  Files are opened when they are first needed, in each process;
-    at most 128 stay open.  A file that was cut since raises an OSError, ENODATA, with its
-    path; one that was replaced before it was opened again, also in a worker, ESTALE.
+    at most 128 stay open.  A file that was truncated since raises an OSError, ENODATA, with
+    its path; one that was replaced before it was opened again, also in a worker, ESTALE.
 
     Examples
     --------
@@ -171,12 +171,12 @@ class RecordDataset(Stored):
             if array is not None and len(array) != len(self._offsets):
                 raise ValueError(
                     f"there are {len(self._offsets)} offsets and {len(array)} {name}; "
-                    "there must be as many"
+                    "the numbers must be equal"
                 )
         if self._files is None and len(self._sources) != 1:
             raise TypeError(
-                f"there are {len(self._sources)} paths and no files; pass the position in "
-                "path of each record's file"
+                f"there are {len(self._sources)} paths and no files; pass files, the index "
+                "in path of each record's file"
             )
         ends = [self._size_of(number) for number in range(len(self._sources))]
         itemsize = self._dtype.itemsize

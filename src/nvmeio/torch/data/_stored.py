@@ -36,7 +36,7 @@ __all__ = ["COMPARED_BYTES", "Flight", "Stored", "beginnings_of", "literal"]
 # How many files the repr of a dataset names.
 _NAMED_MAX = 3
 
-# By how many samples data are told from others, and by how many bytes of each.
+# How many samples identify the data, and how many bytes of each.
 _COMPARED = 64
 COMPARED_BYTES = 4096
 
@@ -128,7 +128,7 @@ class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of 
         """Read the first bytes of samples, and yield them in parts."""
 
     def _contents(self) -> dict[str, Any]:
-        """Return what tells these samples from others, wherever their files are."""
+        """Return a description of the samples, independent of their files' location."""
         rows = np.unique(np.arange(_COMPARED) * (len(self) - 1) // (_COMPARED - 1))
         checksum = 0
         for part in self._beginnings(rows[: len(self)]):
@@ -299,7 +299,7 @@ class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of 
 
 
 def beginnings_of(array: ArrayFile, rows: Positions, nbytes: int) -> npt.NDArray[Any]:
-    """Read what rows begin with, up to so many bytes of each."""
+    """Read the first bytes of rows, at most `nbytes` of each."""
     nbytes = min(nbytes, COMPARED_BYTES)
     memory = np.empty((len(rows), nbytes), np.uint8)
     if memory.size:

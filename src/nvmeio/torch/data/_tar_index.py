@@ -251,7 +251,7 @@ class _Archive:
         if len(header) < _BLOCK:
             words = "is cut short: it ends within a header"
         elif not at:
-            words = "is no tar archive: the first header is invalid"
+            words = "is not a tar archive: the first header is invalid"
         return self._refuse(at, words)
 
     def _check_data(self, begin: int, size: int) -> None:
@@ -262,7 +262,7 @@ class _Archive:
             )
 
     def _check_end(self, at: int) -> None:
-        """Look for what others do not read either: another archive behind this one."""
+        """Note bytes after the end, such as another archive, which other readers ignore."""
         behind = self._window.read(at, min(self._size - at, _BEHIND_BYTES))
         if behind.strip(b"\0"):
             self.remarks.append(
@@ -273,7 +273,7 @@ class _Archive:
     def _take_extended(
         self, kind: bytes, begin: int, size: int, extended: dict[str, bytes]
     ) -> int:
-        """Take what a header says of the next one; return where that is."""
+        """Record what a header says about the next one; return the offset of that."""
         if size > _EXTENDED_BYTES_MAX:
             self._refuse(begin, f"has an extended header of {size} bytes, too many")
         self._check_data(begin, size)
@@ -310,7 +310,7 @@ class _Archive:
 
 
 def _number(field: bytes) -> int:
-    """Return a number of a header: octal digits, or GNU's bytes where these do not do."""
+    """Return a number of a header: octal digits, or GNU's binary form of large numbers."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip()

@@ -47,7 +47,7 @@ __all__ = [
 SAVE_KEY = "nvmeio_save"
 SIZE_KEY = "nvmeio_size"
 
-# The name of a file, with the number of files in its set; maybe one of a rank's.
+# The name of a file, with the number of files in its set; "shard-" marks a rank's own.
 _OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-(\d+)\.safetensors")
 
 
