@@ -632,7 +632,7 @@ cdef class aio_handle:
     cdef int require_started(self) except -1:
         """Raise if there is no handle; in a forked child, forget the parent's requests."""
         if self.handle is None:
-            raise ValueError("the handle was never opened")
+            raise ValueError("the handle was never opened; call its __init__() first")
         if self.generation != libnvmeio.fork_generation():
             self.generation = libnvmeio.fork_generation()
             self.tracked = []

@@ -1194,7 +1194,7 @@ cdef class Handle:
 
     cdef int require_started(self) except -1:
         if self.core is None:
-            raise ValueError("the handle was never opened")
+            raise ValueError("the handle was never opened; call its __init__() first")
         return 0
 
 

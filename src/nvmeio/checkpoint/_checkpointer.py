@@ -116,7 +116,7 @@ class SaveFuture(Future[pathlib.Path]):
         self.staged: Future[None] = Future()
         # Set when the save has ended, before the callbacks run.
         self._over = threading.Event()
-        self._told = False
+        self._retrieved = False
         self._failure: BaseException | None = None
         self._may_begin: bool | None = None
 
@@ -151,7 +151,7 @@ class SaveFuture(Future[pathlib.Path]):
         try:
             return super().result(timeout)
         except BaseException as error:
-            self._told = self._told or error is self._failure
+            self._retrieved = self._retrieved or error is self._failure
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -175,7 +175,7 @@ class SaveFuture(Future[pathlib.Path]):
             The save was cancelled.
         """
         found = super().exception(timeout)
-        self._told = self._told or found is not None
+        self._retrieved = self._retrieved or found is not None
         return found
 
     def set_exception(self, exception: BaseException | None) -> None:
@@ -458,7 +458,7 @@ class Checkpointer:
             return
         last._over.wait()
         self._last = None
-        if not last._told and not last.cancelled():
+        if not last._retrieved and not last.cancelled():
             last.result()
 
     def _begin(self, step: int) -> None:
@@ -989,12 +989,12 @@ class Checkpointer:
     def __exit__(self, kind: object, error: object, where: object) -> None:
         try:
             self.close()
-        except Exception as told:
+        except Exception as failure:
             # An exception of the body takes precedence.
             if kind is None:
                 raise
             if hasattr(error, "add_note"):
-                error.add_note(f"also, a checkpoint was not saved: {told}")
+                error.add_note(f"also, a checkpoint was not saved: {failure}")
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"

@@ -198,7 +198,7 @@ thread_count_consolidation
                 about = metadata.state_dict_metadata[fqn]
                 dtype = _header_dtype(about.properties.dtype)
                 shape = header_shape(dtype, tuple(about.size))
-                contents = functools.partial(_joined, about, found, files)
+                contents = functools.partial(_joined, fqn, about, found, files)
                 name = _hf_utils._gen_file_name(mapping[fqn], highest)
                 named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
             for name, sources in named.items():
@@ -303,6 +303,7 @@ def _nbytes_in(metadata: Metadata, name: str) -> int:
 
 
 def _joined(
+    name: str,
     about: TensorStorageMetadata,
     parts: Iterable[WriteResult],
     files: Mapping[str, ModelFile],
@@ -312,8 +313,8 @@ def _joined(
     there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     if there != whole.numel() or overlap(about.chunks):
         raise RuntimeError(
-            f"the parts of a tensor have {there} elements, but it has {whole.numel()}, or "
-            "they overlap"
+            f"the parts of tensor {name!r} have {there} elements, but it has "
+            f"{whole.numel()}, or they overlap"
         )
     items = []
     for each in parts:
