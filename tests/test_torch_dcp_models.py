@@ -13,6 +13,11 @@ import safetensors.torch
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
@@ -354,6 +359,21 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
     words = "some are there twice" if second == 1 else "in another file"
     with pytest.raises(CheckpointException, match=words):
         load(tmp_path, {"a": torch.zeros(6, 3)})
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [
+        (2, "^parts of tensor 'a' overlap$"),
+        (5, "^the parts of tensor 'a' have 6 elements; it has 8$"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_not_joined(begin, words):
+    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([3])) for at in (0, begin)]
+    properties = TensorProperties(torch.float32)
+    about = TensorStorageMetadata(properties, torch.Size([8]), chunks)
+    with pytest.raises(RuntimeError, match=words):
+        _model_writing._joined("a", about, [], {})
 
 
 def test_parts_are_not_saved_as_whole_tensors(tmp_path):

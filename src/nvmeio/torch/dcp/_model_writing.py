@@ -311,10 +311,11 @@ def _joined(
     """Read the parts of a tensor from files, and return the whole tensor's bytes."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype)
     there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
-    if there != whole.numel() or overlap(about.chunks):
+    if overlap(about.chunks):
+        raise RuntimeError(f"parts of tensor {name!r} overlap")
+    if there != whole.numel():
         raise RuntimeError(
-            f"the parts of tensor {name!r} have {there} elements, but it has "
-            f"{whole.numel()}, or they overlap"
+            f"the parts of tensor {name!r} have {there} elements; it has {whole.numel()}"
         )
     items = []
     for each in parts:
