@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from duels import Duel, Goal, Sample, measured
+from comparisons import Comparison, Goal, Sample, measured
 from loop_child import LoopChild
 
 import nvmeio.torch
 
-__all__ = ["activation_duels"]
+__all__ = ["activation_comparisons"]
 
 BLOCK, DEPTH = 1 << 20, 128
 WIDTH = 512
@@ -46,7 +46,9 @@ def written_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["write_bytes"])
 
 
-def activation_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
+def activation_comparisons(
+    folder: Path, size: int, child: LoopChild | None
+) -> Iterator[Comparison]:
     """Compare steps that save about `size` bytes with the slower of computing and loop."""
     # A row of a Block saves its input, before and after norm, and those of gelu and down.
     layers = 32
@@ -105,11 +107,11 @@ def activation_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
 
         work = f"a step, {layers} layers, {name}"
         if child is not None:
-            yield Duel(
+            yield Comparison(
                 work,
                 ("save_on_disk", "the larger of computing alone and the loop"),
                 (ours, limit),
                 False,
                 (Goal("time", 1.25),),
             )
-        yield Duel(work, ("save_on_disk", "in memory"), (ours, alone), False)
+        yield Comparison(work, ("save_on_disk", "in memory"), (ours, alone), False)

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import checkpoint_duels
-from duels import Duel, Goal, Sample, compare, measured
+from checkpoints import checkpoint_comparisons
+from comparisons import Comparison, Goal, Sample, compare, measured
 from loop_child import loop_child
 from machine import arguments, machine
-from model_files import model_duels
+from model_files import model_comparisons
 from peers import Peers
 from report import finish
-from two_ranks import rank_duels
+from two_ranks import rank_comparisons
 
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
@@ -139,7 +139,7 @@ def touched(array: Any) -> Any:
     return array
 
 
-def array_duels(folder: Path, size: int) -> Iterator[Duel]:
+def array_comparisons(folder: Path, size: int) -> Iterator[Comparison]:
     """Compare nvmeio with numpy on .npy files."""
     material = Material(folder, np.random.default_rng(1).random(size // 4, np.float32))
 
@@ -156,12 +156,12 @@ def array_duels(folder: Path, size: int) -> Iterator[Duel]:
         material.saving(save, np.load, "new.npy"),
         material.saving(numpy_save, np.load, "peer.npy"),
     )
-    yield Duel("save an array", ("nvmeio.save", "numpy.save"), turns, False, GOALS)
+    yield Comparison("save an array", ("nvmeio.save", "numpy.save"), turns, False, GOALS)
     for name, load in {"numpy.load": np.load, "numpy.memmap, touched": mapped}.items():
         turns = tuple(
             material.loading(way, numpy_save, "array.npy") for way in (nvmeio.load, load)
         )
-        yield Duel("load an array", ("nvmeio.load", name), turns, True, GOALS)
+        yield Comparison("load an array", ("nvmeio.load", name), turns, True, GOALS)
 
 
 def by_aiofile(aiofile: Any) -> tuple[Save, Load]:
@@ -205,7 +205,7 @@ def by_caio(caio: Any) -> tuple[Save, Load]:
     return lambda data, path: asyncio.run(write(data, path)), lambda p: asyncio.run(read(p))
 
 
-def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
+def bytes_comparisons(folder: Path, size: int, peers: Peers) -> Iterator[Comparison]:
     """Compare nvmeio with other ways to write and read plain bytes."""
     material = Material(folder, np.random.default_rng(2).bytes(size))
 
@@ -224,12 +224,12 @@ def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
             material.saving(way, Path.read_bytes, f"{who}.new")
             for who, way in (("nvmeio", write), (name, save))
         )
-        yield Duel("write bytes", ("nvmeio.write_file", name), turns, False, GOALS)
+        yield Comparison("write bytes", ("nvmeio.write_file", name), turns, False, GOALS)
     for name, (_, load) in ways.items():
         turns = tuple(
             material.loading(way, python_write, "bytes") for way in (nvmeio.read_file, load)
         )
-        yield Duel("read bytes", ("nvmeio.read_file", name), turns, True, GOALS)
+        yield Comparison("read bytes", ("nvmeio.read_file", name), turns, True, GOALS)
 
 
 def main() -> None:
@@ -242,17 +242,17 @@ def main() -> None:
         )
         child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
-        duels = [
-            *model_duels(Path(folder), 4 * options.size, child, peers),
-            *checkpoint_duels(Path(folder), 2 * options.size, child),
-            *array_duels(Path(folder), options.size),
-            *bytes_duels(Path(folder), options.size, peers),
+        comparisons = [
+            *model_comparisons(Path(folder), 4 * options.size, child, peers),
+            *checkpoint_comparisons(Path(folder), 2 * options.size, child),
+            *array_comparisons(Path(folder), options.size),
+            *bytes_comparisons(Path(folder), options.size, peers),
         ]
         # If it is missing, that was reported above.
         if importlib.util.find_spec("torch"):
-            duels += rank_duels(Path(folder), 2 * options.size, stack)
-        compare(duels, options.rounds)
-    finish("checkpoint", about, duels, peers.left_out, options.json)
+            comparisons += rank_comparisons(Path(folder), 2 * options.size, stack)
+        compare(comparisons, options.rounds)
+    finish("checkpoint", about, comparisons, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import Duel, Goal, Sample, compare, measured, surroundings
+from comparisons import Comparison, Goal, Sample, compare, measured, surroundings
 from machine import argument_parser, size_of
 from peers import Peers, deepspeed_op
 from report import Outcome, finish, size_name
@@ -83,7 +83,7 @@ def turn(
         # This limits nvmeio too, because it uses no more threads than torch would.
         torch.set_num_threads(threads)
         # Waking the other thread takes longer than a small copy, and the first
-        # contestant would pay for both.
+        # candidate would pay for both.
         for _ in range(repeats // 10):
             copy(dest, src)
         return measured(work)
@@ -121,13 +121,19 @@ def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], 
     return take
 
 
-def duel(nbytes: int, what: str, beside: str, turns: Any, limit: float | None) -> Duel:
+def comparison(
+    nbytes: int, what: str, beside: str, turns: Any, limit: float | None
+) -> Comparison:
     """Make a comparison of memcpy with another copy."""
     goals = () if limit is None else (Goal("speed", limit),)
-    return Duel(f"{size_name(nbytes)}, {what}", ("memcpy", beside), turns, False, goals)
+    return Comparison(
+        f"{size_name(nbytes)}, {what}", ("memcpy", beside), turns, False, goals
+    )
 
 
-def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Iterator[Duel]:
+def comparisons_at(
+    nbytes: int, arrays: Any, native: Copy | None, busy: bool
+) -> Iterator[Comparison]:
     """Yield the comparisons of one size."""
     tensors = tuple(torch.from_numpy(array).view(torch.float32) for array in arrays)
     floor = BUSY_FLOOR if busy else FLOOR
@@ -137,20 +143,22 @@ def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Itera
 
     if not busy:
         what = "arrays, 1 thread"
-        yield duel(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
-        yield duel(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
+        yield comparison(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
+        yield comparison(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
         limit = LARGE_SPEED if nbytes >= LARGE_BYTES else floor
         limit = SMALL_SPEED if nbytes <= SMALL_BYTES else limit
         what = "tensors, 1 thread"
-        yield duel(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), limit)
+        yield comparison(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), limit)
     if nbytes <= SMALL_BYTES and not busy:
         what = "a tensor into a Parameter, 1 thread"
         mixed = (torch.nn.Parameter(tensors[0], requires_grad=False), tensors[1])
-        yield duel(nbytes, what, "copy_", pair(copy_tensor, mixed, 1), SMALL_SPEED)
-    yield duel(nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor)
+        yield comparison(nbytes, what, "copy_", pair(copy_tensor, mixed, 1), SMALL_SPEED)
+    yield comparison(
+        nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor
+    )
     if native and not busy:
         what = "tensors, 2 threads"
-        yield duel(nbytes, what, "DeepSpeed", pair(native, tensors, 2), None)
+        yield comparison(nbytes, what, "DeepSpeed", pair(native, tensors, 2), None)
     if nbytes >= MIB and not busy:
         what = "never-touched destination, 1 thread"
         for beside, copy, src in (
@@ -158,17 +166,19 @@ def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Itera
             ("copy_", copy_tensor, tensors[1]),
         ):
             turns = tuple(fresh_turn(w, src, nbytes, 1) for w in (nvmeio.memcpy, copy))
-            yield duel(nbytes, what, beside, turns, floor)
+            yield comparison(nbytes, what, beside, turns, floor)
 
 
-def all_duels(sizes: list[int], native: Copy | None, busy: bool) -> list[Duel]:
+def all_comparisons(sizes: list[int], native: Copy | None, busy: bool) -> list[Comparison]:
     """Make all comparisons, on one pair of arrays."""
     source = np.random.default_rng(1).integers(0, 255, max(sizes), np.uint8)
     target = np.ones_like(source)
     return [
         found
         for nbytes in sizes
-        for found in duels_at(nbytes, (target[:nbytes], source[:nbytes]), native, busy)
+        for found in comparisons_at(
+            nbytes, (target[:nbytes], source[:nbytes]), native, busy
+        )
     ]
 
 
@@ -198,7 +208,7 @@ def main() -> None:
     sizes = [size for size in sizes if size <= (options.largest or max(sizes))]
     rounds = options.rounds or (3 if options.quick else 9)
     peers = Peers()
-    found = all_duels(sizes, deepspeed_copy(peers), options.busy)
+    found = all_comparisons(sizes, deepspeed_copy(peers), options.busy)
     about = {**surroundings(), "rounds": rounds, "one processor busy": options.busy}
     about["kernels, small and large"] = ", ".join(settings.selected_kernels())
     with busy_processor(options.busy):

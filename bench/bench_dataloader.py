@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from duels import Duel, Goal, Sample, compare, measured, progress
+from comparisons import Comparison, Goal, Sample, compare, measured, progress
 from machine import arguments, machine
 from peers import Peers
 from record_files import Format, formats
@@ -130,18 +130,18 @@ def memory_taken(form: Format, loading: Loading) -> int:
         process.join()
 
 
-def duels(found: Sequence[Format]) -> Iterator[Duel]:
-    """Yield all comparisons. The cold ones include the memory of both contestants."""
+def comparisons(found: Sequence[Format]) -> Iterator[Comparison]:
+    """Yield all comparisons. The cold ones include the memory of both candidates."""
 
-    def duel(
+    def comparison(
         form: Format,
         names: tuple[str, str],
         what: str,
         loads: tuple[Loading, Loading],
         warm: bool = False,
         goal: float = 0.0,
-    ) -> Duel:
-        return Duel(
+    ) -> Comparison:
+        return Comparison(
             f"{form.samples}, {'warm' if warm else 'cold'}, {what}",
             names,
             tuple(epoch(form, load, warm) for load in loads),
@@ -156,13 +156,13 @@ def duels(found: Sequence[Format]) -> Iterator[Duel]:
         for warm, workers in itertools.product((False, True), WORKERS):
             goal = 0.9 if warm else 0.0 if workers else form.cold
             loads = tuple(loading(form, make, workers) for make in form.datasets)
-            yield duel(form, form.names, f"{workers} workers", loads, warm, goal)
+            yield comparison(form, form.names, f"{workers} workers", loads, warm, goal)
         ours, theirs = (loading(form, make, 0) for make in form.datasets)
         for name, make in form.peers:
             names, loads = (form.names[0], name), (ours, loading(form, make, 0))
-            yield duel(form, names, "0 workers", loads, goal=form.cold)
+            yield comparison(form, names, "0 workers", loads, goal=form.cold)
         names = ("BatchStream", f"{form.names[1]}, 0 workers")
-        yield duel(form, names, "no DataLoader", (streaming(form), theirs))
+        yield comparison(form, names, "no DataLoader", (streaming(form), theirs))
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
     peers = Peers()
     with formats(options.dir, options.size, peers) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
-        found = list(duels(place))
+        found = list(comparisons(place))
         compare(found, options.rounds)
     finish("dataloader", about, found, peers.left_out, options.json)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from duels import Duel, Goal, Sample, compare, measured, progress
+from comparisons import Comparison, Goal, Sample, compare, measured, progress
 from machine import arguments, machine
 from peers import Peers, deepspeed_op
 from report import finish
@@ -119,7 +119,7 @@ def populated(nbytes: int) -> mmap.mmap:
 
 
 def stored(paths: list[str], pages: mmap.mmap) -> torch.Tensor:
-    """Return the files' content on the device, read without either contestant."""
+    """Return the files' content on the device, read without either candidate."""
     begin = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -144,7 +144,7 @@ def transfer(handle: Any, op: str, buffer: torch.Tensor, paths: list[str]) -> in
 
 
 def turn(handle: Any, op: str, buffer: torch.Tensor, files: Files) -> Callable[[], Sample]:
-    """Return a contestant's turn. Its bytes are checked while the clock is stopped."""
+    """Return a candidate's turn. Its bytes are checked while the clock is stopped."""
 
     def take() -> Sample:
         if op == "read":
@@ -178,7 +178,7 @@ def copying(op: Any, dest: torch.Tensor, src: torch.Tensor) -> Callable[[], Samp
     return take
 
 
-def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[Duel]:
+def transfer_comparisons(ops: list[Any], folder: Path, size: int) -> Iterator[Comparison]:
     """Compare both ops at transfers."""
     large = Files.made(folder, 1, size)
     small = Files.made(folder, SMALL_COUNT, SMALL_COUNT * SMALL_BYTES)
@@ -205,12 +205,12 @@ def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[Duel]:
             work = f"{way}, {what}; {words}"
             often = SMALL_TURNS if files is small else 1
             goals = (Goal("speed", limit),)
-            yield Duel(
+            yield Comparison(
                 work, NAMES, (ours, theirs), way == "read", goals, alternations=often
             )
 
 
-def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
+def copy_comparisons(ops: list[Any], size: int) -> Iterator[Comparison]:
     """Compare both ops at copies."""
     source, target = ordinary(size).random_(), ordinary(size)
     handles = [op.aio_handle() for op in ops]
@@ -220,20 +220,23 @@ def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
     for what, memory in (("pinned", own), ("unpinned", [(target, source)] * 2)):
         ours, theirs = (copying(op, *pair) for op, pair in zip(ops, memory, strict=True))
         goals = (Goal("speed", FLOOR),)
-        yield Duel(f"copy, {what}", NAMES, (ours, theirs), False, goals)
+        yield Comparison(f"copy, {what}", NAMES, (ours, theirs), False, goals)
 
 
-def compare_here(folder: Path, size: int, rounds: int) -> list[Duel]:
+def compare_here(folder: Path, size: int, rounds: int) -> list[Comparison]:
     """Run all comparisons of one process. The first round warms up."""
     # DeepSpeed keeps every file open until its wait().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ops = [op_of(name) for name in NAMES]
-    done: list[Duel] = []
-    for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
-        begun = list(duels)
+    done: list[Comparison] = []
+    for comparisons in (
+        transfer_comparisons(ops, folder, size),
+        copy_comparisons(ops, size),
+    ):
+        begun = list(comparisons)
         # With DeepSpeed imported, a full garbage collection takes as long as several turns
-        # of small tensors, and would hit the same contestant in each round.
+        # of small tensors, and would hit the same candidate in each round.
         gc.collect()
         gc.freeze()
         compare(begun, rounds)
@@ -287,20 +290,22 @@ def load(name: str) -> Sample:
     return measured(work)
 
 
-def first_duels(path: str, nbytes: int) -> Iterator[Duel]:
+def first_comparisons(path: str, nbytes: int) -> Iterator[Comparison]:
     """Compare both ops at the steps that each process does once. Each turn is a process."""
 
-    def duel(work: str, limit: float, function: Callable[..., Sample], *rest: Any) -> Duel:
+    def comparison(
+        work: str, limit: float, function: Callable[..., Sample], *rest: Any
+    ) -> Comparison:
         turns = tuple(lambda n=name: in_process(function, n, *rest) for name in NAMES)
         reads = function is first_read
-        return Duel(work, NAMES, turns, reads, (Goal("speed", limit),))
+        return Comparison(work, NAMES, turns, reads, (Goal("speed", limit),))
 
-    yield duel("first read, pinned", FLOOR, first_read, path, True)
-    yield duel("first read, unpinned", UNPINNED, first_read, path, False)
+    yield comparison("first read, pinned", FLOOR, first_read, path, True)
+    yield comparison("first read, unpinned", UNPINNED, first_read, path, False)
     work = "first pinned tensor"
-    yield duel(f"{work}, backed by the host", FLOOR, first_tensor, nbytes, True)
-    yield duel(f"{work}, as memory comes", FLOOR, first_tensor, nbytes, False)
-    yield duel("load of the op", FLOOR, load)
+    yield comparison(f"{work}, backed by the host", FLOOR, first_tensor, nbytes, True)
+    yield comparison(f"{work}, as memory comes", FLOOR, first_tensor, nbytes, False)
+    yield comparison("load of the op", FLOOR, load)
 
 
 def silence() -> None:
@@ -323,22 +328,23 @@ def obstacle() -> str | None:
     return None
 
 
-def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
+def comparisons(folder: Path, size: int, rounds: int, processes: int) -> list[Comparison]:
     """Run all comparisons in one process after the other.
 
     A process that DeepSpeed's op has ended does not count, and is reported.
     """
-    found: dict[str, Duel] = {}
-    firsts = list(first_duels(paths_in(folder, 1)[0], size))
+    found: dict[str, Comparison] = {}
+    firsts = list(first_comparisons(paths_in(folder, 1)[0], size))
     for number in range(processes):
         progress(f"process {number + 1} of {processes}")
         try:
-            for duel in in_process(compare_here, folder, size, rounds):
+            for comparison in in_process(compare_here, folder, size, rounds):
                 found.setdefault(
-                    duel.work, dataclasses.replace(duel, rounds=[], rounds_each=rounds)
-                ).rounds.extend(duel.rounds)
-            for duel in firsts:
-                duel.run_round()
+                    comparison.work,
+                    dataclasses.replace(comparison, rounds=[], rounds_each=rounds),
+                ).rounds.extend(comparison.rounds)
+            for comparison in firsts:
+                comparison.run_round()
         except BrokenProcessPool:
             print(f"process {number + 1} was ended by a signal", file=sys.stderr)
     return [*found.values(), *firsts]
@@ -359,7 +365,9 @@ def main() -> None:
     found = []
     if not problem:
         with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir) as inside:
-            found = duels(Path(inside), options.size, options.rounds, options.processes)
+            found = comparisons(
+                Path(inside), options.size, options.rounds, options.processes
+            )
     finish("deepspeed", about, found, peers.left_out, options.json)
 
 

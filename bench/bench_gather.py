@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from duels import Duel, Goal, Sample, compare, measured
+from comparisons import Comparison, Goal, Sample, compare, measured
 from loop_child import LoopChild, Turn, loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
@@ -201,7 +201,7 @@ def by_caio(scratch: Scratch, caio: Any) -> Callable[[np.ndarray], int]:
     return lambda rows: asyncio.run(read_all(rows.tolist()))
 
 
-def fio_duels(scratch: Scratch, place: str) -> Iterator[Duel]:
+def fio_comparisons(scratch: Scratch, place: str) -> Iterator[Comparison]:
     """Compare gathers of 4 KiB with fio."""
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
@@ -209,10 +209,10 @@ def fio_duels(scratch: Scratch, place: str) -> Iterator[Duel]:
             by_fio(scratch, options),
         )
         work, names = f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}")
-        yield Duel(work, names, turns, False, record_bytes=ROW_BYTES)
+        yield Comparison(work, names, turns, False, record_bytes=ROW_BYTES)
 
 
-def peer_duels(scratch: Scratch, caio: Any) -> Iterator[Duel]:
+def peer_comparisons(scratch: Scratch, caio: Any) -> Iterator[Comparison]:
     """Compare gathers of 4 KiB with other ways to read them in Python."""
     peers = {
         "numpy.memmap": memmap(scratch, mmap.MADV_NORMAL),
@@ -227,10 +227,10 @@ def peer_duels(scratch: Scratch, caio: Any) -> Iterator[Duel]:
             peer(scratch, read, SLOW_ROWS, ROW_BYTES),
         )
         work = f"{SLOW_ROWS} rows of 4 KiB"
-        yield Duel(work, ("gather", name), turns, False, record_bytes=ROW_BYTES)
+        yield Comparison(work, ("gather", name), turns, False, record_bytes=ROW_BYTES)
 
 
-def merge_duels(scratch: Scratch) -> Iterator[Duel]:
+def merge_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare gathers that merge neighbours with gathers that do not."""
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
@@ -239,7 +239,7 @@ def merge_duels(scratch: Scratch) -> Iterator[Duel]:
             gather(scratch, rows, row_bytes, ORDERS[order], max_gap=0),
         )
         work, names = f"{order} rows of {row_bytes} B", ("max_gap=4096", "max_gap=0")
-        yield Duel(work, names, turns, False, record_bytes=row_bytes)
+        yield Comparison(work, names, turns, False, record_bytes=row_bytes)
 
 
 def on_one_processor(turn: Turn, *pids: int) -> Turn:
@@ -263,7 +263,9 @@ def on_one_processor(turn: Turn, *pids: int) -> Turn:
     return take
 
 
-def loop_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]:
+def loop_comparisons(
+    scratch: Scratch, place: str, child: LoopChild
+) -> Iterator[Comparison]:
     """Compare gathers of 4 KiB with the plain loop."""
     turns = (
         gather(scratch, ROWS, ROW_BYTES, distinct, max_gap=0),
@@ -271,28 +273,28 @@ def loop_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]
     )
     work, names = f"4 KiB x {DEPTH}, {place}", ("gather", "plain loop")
     goals = (Goal("speed", 0.95), *((Goal("CPU us", 2.5),) if place == "disk" else ()))
-    yield Duel(work, names, turns, False, goals, ROW_BYTES)
+    yield Comparison(work, names, turns, False, goals, ROW_BYTES)
     turns = tuple(on_one_processor(turn, os.getpid(), child.pid) for turn in turns)
     work, goals = f"{work}, on one processor", (Goal("CPU time", 1.15),)
-    yield Duel(work, names, turns, False, goals, ROW_BYTES)
+    yield Comparison(work, names, turns, False, goals, ROW_BYTES)
 
 
-def all_duels(
+def all_comparisons(
     places: dict[str, Scratch], names: Sequence[str], child: LoopChild | None, peers: Peers
-) -> tuple[list[Duel], list[Duel]]:
+) -> tuple[list[Comparison], list[Comparison]]:
     """Return the comparisons of the chosen groups: with the plain loop, and all others."""
-    loop: list[Duel] = []
-    others: list[Duel] = []
+    loop: list[Comparison] = []
+    others: list[Comparison] = []
     has_fio = "fio" in names and peers.has_fio()
     for place, scratch in places.items():
         if "loop" in names and child is not None:
-            loop += loop_duels(scratch, place, child)
+            loop += loop_comparisons(scratch, place, child)
         if has_fio:
-            others += fio_duels(scratch, place)
+            others += fio_comparisons(scratch, place)
     if "peers" in names:
-        others += peer_duels(places["disk"], peers.module("caio"))
+        others += peer_comparisons(places["disk"], peers.module("caio"))
     if "merge" in names:
-        others += merge_duels(places["disk"])
+        others += merge_comparisons(places["disk"])
     return loop, others
 
 
@@ -308,7 +310,7 @@ def main() -> None:
             if mount := try_loop_mount(stack, size + (256 << 20), peers):
                 places["loop over tmpfs"] = stack.enter_context(make_scratch(mount, size))
         child = stack.enter_context(loop_child(peers))
-        loop, others = all_duels(places, options.only, child, peers)
+        loop, others = all_comparisons(places, options.only, child, peers)
         about = machine(options.dir) | {"huge pages for fio": has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
         about["rounds beside the loop"] = options.loop_rounds

@@ -12,11 +12,11 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-from activations import activation_duels
-from duels import compare
+from activations import activation_comparisons
+from comparisons import compare
 from loop_child import loop_child
 from machine import arguments, machine
-from optimizers import optimizer_duels
+from optimizers import optimizer_comparisons
 from peers import Peers
 from report import finish
 
@@ -31,12 +31,12 @@ def main() -> None:
         )
         child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
-        duels = [
-            *optimizer_duels(Path(folder), options.size, child, peers, stack),
-            *activation_duels(Path(folder), options.size, child),
+        comparisons = [
+            *optimizer_comparisons(Path(folder), options.size, child, peers, stack),
+            *activation_comparisons(Path(folder), options.size, child),
         ]
-        compare(duels, options.rounds)
-    finish("offload", about, duels, peers.left_out, options.json)
+        compare(comparisons, options.rounds)
+    finish("offload", about, comparisons, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

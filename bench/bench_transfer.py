@@ -17,7 +17,7 @@ from typing import Any
 import beside_loop
 import numpy as np
 import torch
-from duels import SPEED, Duel, Goal, compare, measured, progress
+from comparisons import SPEED, Comparison, Goal, compare, measured, progress
 from loop_child import loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
@@ -82,12 +82,12 @@ def recycled(
     return lambda: measured(work)
 
 
-def fio_duels(scratch: Scratch) -> Iterator[Duel]:
+def fio_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare pool memory with fio at the same block size and depth."""
     for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
         handle = nvmeio.Handle(block_size=1 << 20, queue_depth=depth)
         if depth == min(FIO_DEPTHS):
-            yield Duel(
+            yield Comparison(
                 f"{op}, 1 MiB x {depth}",
                 ("requests of 1 MiB, memory as fio's", "fio"),
                 (
@@ -96,7 +96,7 @@ def fio_duels(scratch: Scratch) -> Iterator[Duel]:
                 ),
                 op == "read",
             )
-        yield Duel(
+        yield Comparison(
             f"{op}, 1 MiB x {depth}",
             ("one request", "fio"),
             (
@@ -107,11 +107,11 @@ def fio_duels(scratch: Scratch) -> Iterator[Duel]:
         )
 
 
-def memory_duels(scratch: Scratch) -> Iterator[Duel]:
+def memory_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare ordinary tensors with pool memory."""
     handle = nvmeio.Handle()
     for op in ("read", "write"):
-        yield Duel(
+        yield Comparison(
             f"{op}, one request",
             ("ordinary tensor", "pool memory"),
             (
@@ -159,7 +159,7 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
         )
 
 
-def route_duels(scratch: Scratch) -> Iterator[Duel]:
+def route_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare the route that "auto" chooses with every possible one."""
     chosen = nvmeio.Handle()
     others = {
@@ -175,7 +175,7 @@ def route_duels(scratch: Scratch) -> Iterator[Duel]:
         for op, (route, handle) in itertools.product(("read", "write"), others.items()):
             if route == "direct" and not suits:
                 continue
-            yield Duel(
+            yield Comparison(
                 f"{op}, {name}",
                 ("auto", route),
                 (turn(chosen, op, memory), turn(handle, op, memory)),
@@ -184,12 +184,12 @@ def route_duels(scratch: Scratch) -> Iterator[Duel]:
             )
 
 
-def small_duels(scratch: Scratch) -> Iterator[Duel]:
+def small_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.Handle()
     buffer = scratch.pool[: min(SMALL_COUNT * SMALL_BYTES, scratch.pool.nbytes)]
     for op in ("read", "write"):
-        yield Duel(
+        yield Comparison(
             f"{op}, 64 MiB",
             (f"{buffer.nbytes // SMALL_BYTES} x 64 KiB", "one request"),
             (
@@ -215,9 +215,9 @@ def described(options: dict[str, Any]) -> str:
     )
 
 
-def default_duel(scratch: Scratch, op: str, options: dict[str, Any]) -> Duel:
+def default_comparison(scratch: Scratch, op: str, options: dict[str, Any]) -> Comparison:
     """Compare a default handle with a configured one."""
-    return Duel(
+    return Comparison(
         f"{op}, pool memory",
         ("default handle", described(options)),
         (
@@ -228,33 +228,33 @@ def default_duel(scratch: Scratch, op: str, options: dict[str, Any]) -> Duel:
     )
 
 
-def finalists(scratch: Scratch, quick: bool) -> Iterator[Duel]:
+def finalists(scratch: Scratch, quick: bool) -> Iterator[Comparison]:
     """Measure the grid, and yield comparisons with the configurations that look best."""
     for op in ("read", "write"):
         found = []
         for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
             progress(f"{op}, {described(options)}")
-            duel = default_duel(scratch, op, options)
+            comparison = default_comparison(scratch, op, options)
             for _ in range(SCREENINGS):
-                duel.run_round()
-            found.append((statistics.median(SPEED.values(duel)), options))
+                comparison.run_round()
+            found.append((statistics.median(SPEED.values(comparison)), options))
         found.sort(key=lambda ratio_and_options: ratio_and_options[0])
         for _, options in found[: 1 if quick else FINALISTS]:
-            yield default_duel(scratch, op, options)
+            yield default_comparison(scratch, op, options)
 
 
-def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
+def aiming(comparisons: Iterable[Comparison], *goals: Goal) -> Iterator[Comparison]:
     """Yield the comparisons with these goals."""
-    return (dataclasses.replace(duel, goals=goals) for duel in duels)
+    return (dataclasses.replace(comparison, goals=goals) for comparison in comparisons)
 
 
-def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
+def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Comparison]]]:
     """Return functions that make the comparisons, by the names of --only."""
     return {
-        "fio": lambda: fio_duels(scratch),
-        "memory": lambda: aiming(memory_duels(scratch), Goal("speed", 0.8)),
-        "routes": lambda: aiming(route_duels(scratch), Goal("speed", 0.95)),
-        "small": lambda: aiming(small_duels(scratch), Goal("speed", 0.85)),
+        "fio": lambda: fio_comparisons(scratch),
+        "memory": lambda: aiming(memory_comparisons(scratch), Goal("speed", 0.8)),
+        "routes": lambda: aiming(route_comparisons(scratch), Goal("speed", 0.95)),
+        "small": lambda: aiming(small_comparisons(scratch), Goal("speed", 0.85)),
         "default": lambda: aiming(finalists(scratch, quick), Goal("speed", 0.95)),
     }
 
@@ -282,12 +282,12 @@ def main() -> None:
         disk = stack.enter_context(make_scratch(options.dir, options.size))
         about = machine(options.dir)
         about |= {"size": options.size, "rounds": options.rounds}
-        found: list[Duel] = []
+        found: list[Comparison] = []
         child = stack.enter_context(loop_child(peers))
         if set(beside_loop.GROUPS).intersection(options.only):
             about["rounds beside the loop"] = options.loop_rounds
             places = loop_places(stack, disk, options.only, peers)
-            found += beside_loop.duels(options.only, places, child, stack)
+            found += beside_loop.comparisons(options.only, places, child, stack)
             compare(found, options.loop_rounds)
         others = groups(disk, options.quick)
         if "fio" in options.only:
@@ -296,7 +296,12 @@ def main() -> None:
                 about["huge pages for fio"] = reserved
             else:
                 del others["fio"]
-        rest = [duel for name in options.only if name in others for duel in others[name]()]
+        rest = [
+            comparison
+            for name in options.only
+            if name in others
+            for comparison in others[name]()
+        ]
         compare(rest, options.rounds)
     finish("transfer", about, found + rest, peers.left_out, options.json)
 

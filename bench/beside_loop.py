@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import Duel, Goal, Sample, measured
+from comparisons import Comparison, Goal, Sample, measured
 from loop_child import LoopChild
 from scratch import Move, Scratch, scattered, whole
 
 import nvmeio
 
-__all__ = ["GROUPS", "LOOP_DEVICE_BYTES", "ON_LOOP_DEVICE", "duels"]
+__all__ = ["GROUPS", "LOOP_DEVICE_BYTES", "ON_LOOP_DEVICE", "comparisons"]
 
 LOOP = "plain loop"
 OPS = ("read", "write")
@@ -81,7 +81,7 @@ def blocks(
     return child.turn("plain blocks", op, scratch.path, block, depth, size, kind)
 
 
-def whole_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def whole_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare one request for the whole file with the loop."""
     handles = {
         SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.Handle(queue_depth=SHALLOW_DEPTH)),
@@ -93,7 +93,7 @@ def whole_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
             blocks(child, scratch, op, depth, "huge"),
         )
         work = f"{op}, one request, {name}"
-        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
+        yield Comparison(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
 
 
 def own_folder(scratch: Scratch, block: int) -> Path:
@@ -123,9 +123,9 @@ def targets(
     return found
 
 
-def python_duels(
+def python_comparisons(
     scratch: Scratch, place: str, child: LoopChild, stack: contextlib.ExitStack
-) -> Iterator[Duel]:
+) -> Iterator[Comparison]:
     """Compare many requests of Python, one by one and in one call, with the loop."""
     handle = nvmeio.Handle()
     for block, most in PIECES.items():
@@ -142,7 +142,7 @@ def python_duels(
                 plain = ("plain open files", op, own_folder(scratch, block), len(files))
                 plain += (block, DEPTH)
             loop = child.turn(*plain, "huge")
-            yield Duel(
+            yield Comparison(
                 f"{op}, {len(files)} x {block >> 10} KiB {way}, {kind}, {place}",
                 ("nvmeio", LOOP),
                 (moved(handle, op, items, way), loop),
@@ -165,7 +165,7 @@ def moved(handle: nvmeio.Handle, op: str, items: Sequence[Any], way: str) -> Mov
     return lambda: measured(work)
 
 
-def submit_duels(scratch: Scratch) -> Iterator[Duel]:
+def submit_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare the submission of numpy views with that of tensors, without the waiting."""
     handle = nvmeio.Handle()
     pieces = scratch.pool[: SUBMISSIONS * PAGE_BYTES].split(PAGE_BYTES)
@@ -175,7 +175,7 @@ def submit_duels(scratch: Scratch) -> Iterator[Duel]:
     }
     both = ("numpy views", "tensors")
     for names, limit in ((both, 1.5), (both[::-1], 2.0)):
-        yield Duel(
+        yield Comparison(
             "submit reads of an open File",
             names,
             tuple(turns[name] for name in names),
@@ -200,7 +200,7 @@ def submitted(handle: nvmeio.Handle, scratch: Scratch, views: Sequence[Any]) -> 
     return turn
 
 
-def ordinary_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def ordinary_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare ordinary tensors with the loop in pages of 4 KiB."""
     handle = nvmeio.Handle()
     for op in OPS:
@@ -209,10 +209,12 @@ def ordinary_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
             blocks(child, scratch, op, DEPTH, "small"),
         )
         work = f"{op}, ordinary tensor in 4 KiB pages"
-        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (Goal("speed", 0.95),))
+        yield Comparison(
+            work, ("nvmeio", LOOP), turns, op == "read", (Goal("speed", 0.95),)
+        )
 
 
-def cpu_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def cpu_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare requests of 1 MiB from C with the loop."""
     size = scratch.pool.nbytes
     for op in OPS:
@@ -222,10 +224,12 @@ def cpu_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
         )
         work = f"{op}, requests of 1 MiB from C"
         goals = (Goal("CPU time", 1.35),)
-        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", goals, BLOCK)
+        yield Comparison(work, ("nvmeio", LOOP), turns, op == "read", goals, BLOCK)
 
 
-def file_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]:
+def file_comparisons(
+    scratch: Scratch, place: str, child: LoopChild
+) -> Iterator[Comparison]:
     """Compare small files, each opened by its path, with the loop on one file."""
     folder = scratch.path.parent / "small"
     count = min(FILES, scratch.pool.nbytes // FILE_BYTES)
@@ -250,7 +254,7 @@ def file_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]
             (one, "on one file", (Goal("speed", goals[op]),)),
             (all_, "that opens them", ()),
         ):
-            yield Duel(
+            yield Comparison(
                 f"{op}, {count} files of 64 KiB, {place}",
                 ("by path", f"{LOOP} {what}"),
                 (lambda op=op: measured(lambda: work(op)), child.turn(*plain, "huge")),
@@ -261,7 +265,7 @@ def file_duels(scratch: Scratch, place: str, child: LoopChild) -> Iterator[Duel]
             )
 
 
-def open_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def open_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare opening and closing a file from C with open(2) and close(2)."""
     turns = (
         child.turn("engine opens", scratch.path, OPENS),
@@ -270,10 +274,10 @@ def open_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
     names = ("nvmeio_file_open, _release", "open, close")
     # Nothing waits, so CPU time equals run time, and does not depend on other load.
     goals = (Goal("CPU us", 3.5),)
-    yield Duel("open and close", names, turns, False, goals, record_bytes=1)
+    yield Comparison("open and close", names, turns, False, goals, record_bytes=1)
 
 
-def thread_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def thread_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare threads that each wait for their own request with threads that pread(2)."""
     for patience_ns, words in ((-1, "as long as it takes"), (PATIENCE_NS, "0.1 s a time")):
         counts = (scratch.path, THREADS, READS_EACH)
@@ -283,14 +287,14 @@ def thread_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
         )
         work = f"read, 4 KiB, {THREADS} threads that wait {words}"
         goals = (Goal("switches", 3.0), Goal("speed", THREAD_SPEED))
-        yield Duel(work, ("nvmeio", "pread"), turns, True, goals, PAGE_BYTES)
+        yield Comparison(work, ("nvmeio", "pread"), turns, True, goals, PAGE_BYTES)
 
 
-def latency_duels(scratch: Scratch, place: str) -> Iterator[Duel]:
+def latency_comparisons(scratch: Scratch, place: str) -> Iterator[Comparison]:
     """Compare synchronous reads of 4 KiB with os.preadv into the same memory."""
     handle = nvmeio.Handle()
     buffer: np.ndarray = scratch.pool[:PAGE_BYTES].numpy()
-    yield Duel(
+    yield Comparison(
         f"read, 4 KiB synchronous, {place}",
         ("handle.read", "os.preadv"),
         tuple(
@@ -334,7 +338,7 @@ def written(handle: nvmeio.Handle, parts: Sequence[tuple[torch.Tensor, str]]) ->
     return lambda: measured(work)
 
 
-def new_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
+def new_comparisons(scratch: Scratch, child: LoopChild) -> Iterator[Comparison]:
     """Compare writes of new files with the loop after fallocate(2)."""
     handle = nvmeio.Handle()
     size = scratch.pool.nbytes
@@ -352,38 +356,38 @@ def new_duels(scratch: Scratch, child: LoopChild) -> Iterator[Duel]:
         loop = child.turn("plain fresh", prefix, count, BLOCK, DEPTH, size, kind)
         turns = (new_files(ours, paths), new_files(loop, paths))
         names = ("nvmeio", f"{LOOP} after fallocate")
-        yield Duel(f"write, new, {name}", names, turns, False)
+        yield Comparison(f"write, new, {name}", names, turns, False)
 
 
-Make = Callable[[Scratch, LoopChild], Iterator[Duel]]
+Make = Callable[[Scratch, LoopChild], Iterator[Comparison]]
 ON_DISK: dict[str, Make] = {
-    "whole": whole_duels,
-    "ordinary": ordinary_duels,
-    "cpu": cpu_duels,
-    "submit": lambda scratch, child: submit_duels(scratch),
-    "opens": open_duels,
-    "threads": thread_duels,
-    "new": new_duels,
+    "whole": whole_comparisons,
+    "ordinary": ordinary_comparisons,
+    "cpu": cpu_comparisons,
+    "submit": lambda scratch, child: submit_comparisons(scratch),
+    "opens": open_comparisons,
+    "threads": thread_comparisons,
+    "new": new_comparisons,
 }
 ON_LOOP_DEVICE = {"files", "latency", "python"}
 # The names of --only.
 GROUPS = (*ON_DISK, *sorted(ON_LOOP_DEVICE))
 
 
-def duels(
+def comparisons(
     names: Sequence[str],
     places: dict[str, Scratch],
     child: LoopChild | None,
     stack: contextlib.ExitStack,
-) -> Iterator[Duel]:
+) -> Iterator[Comparison]:
     """Yield the rows of some groups."""
     for name in names:
         if name in ON_DISK and child is not None:
             yield from ON_DISK[name](places["disk"], child)
         for place, scratch in places.items():
             if name == "files" and child is not None:
-                yield from file_duels(scratch, place, child)
+                yield from file_comparisons(scratch, place, child)
             if name == "python" and child is not None:
-                yield from python_duels(scratch, place, child, stack)
+                yield from python_comparisons(scratch, place, child, stack)
             if name == "latency":
-                yield from latency_duels(scratch, place)
+                yield from latency_comparisons(scratch, place)

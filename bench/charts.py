@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duels import SPEED, Duel
+from comparisons import SPEED, Comparison
 from report import Outcome, scripts_of, size_name, speed_of, speed_unit
 from tables import latest
 
@@ -46,59 +46,67 @@ def origin(outcome: Outcome) -> str:
     return ", ".join(word for word in words if word)
 
 
-def picked(outcome: Outcome, pattern: str) -> list[Duel]:
-    """Return the comparisons of speed whose work and contestants match a pattern."""
+def picked(outcome: Outcome, pattern: str) -> list[Comparison]:
+    """Return the comparisons of speed whose work and candidates match a pattern."""
     return [
-        duel
-        for duel in outcome.duels
-        if speed_unit(duel) in AXES
-        and re.search(pattern, f"{duel.work}: {' / '.join(duel.names)}")
+        comparison
+        for comparison in outcome.comparisons
+        if speed_unit(comparison) in AXES
+        and re.search(pattern, f"{comparison.work}: {' / '.join(comparison.names)}")
     ]
 
 
-def shared_name(duels: list[Duel], index: int) -> str | None:
-    """Return the name of the first or second contestant, if all comparisons share it."""
-    names = {duel.names[index] for duel in duels}
+def shared_name(comparisons: list[Comparison], index: int) -> str | None:
+    """Return the name of the first or second candidate, if all comparisons share it."""
+    names = {comparison.names[index] for comparison in comparisons}
     return names.pop() if len(names) == 1 else None
 
 
-def labels_of(duels: list[Duel]) -> list[str]:
-    """Name each comparison: its work, and the contestants that the legend does not name."""
-    if not shared_name(duels, 0):
-        return [f"{duel.work}\n{' / '.join(duel.names)}" for duel in duels]
-    if not shared_name(duels, 1):
-        return [f"{duel.work}\nbeside {duel.names[1]}" for duel in duels]
-    return [duel.work for duel in duels]
+def labels_of(comparisons: list[Comparison]) -> list[str]:
+    """Name each comparison: its work, and the candidates that the legend does not name."""
+    if not shared_name(comparisons, 0):
+        return [
+            f"{comparison.work}\n{' / '.join(comparison.names)}"
+            for comparison in comparisons
+        ]
+    if not shared_name(comparisons, 1):
+        return [
+            f"{comparison.work}\nbeside {comparison.names[1]}" for comparison in comparisons
+        ]
+    return [comparison.work for comparison in comparisons]
 
 
 def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> Figure:
-    """Draw both contestants of some comparisons as bars, with whiskers from min to max."""
-    duels = picked(outcome, pattern)
-    figure, axes = canvas(1.5 + 0.5 * len(duels))
+    """Draw both candidates of some comparisons as bars, with whiskers from min to max."""
+    comparisons = picked(outcome, pattern)
+    figure, axes = canvas(1.5 + 0.5 * len(comparisons))
     axes.set_title(f"{title}\n{origin(outcome)}", fontsize="medium")
-    if not duels:
+    if not comparisons:
         axes.text(0.5, 0.5, "not measured", ha="center")
         return figure
     unnamed = ("named first", "the other")
     for index, colour in enumerate(COLOURS):
-        found = [duel.of(index, speed_of(duel)) for duel in duels]
+        found = [comparison.of(index, speed_of(comparison)) for comparison in comparisons]
         middles = [statistics.median(values) for values in found]
         pairs = list(zip(found, middles, strict=True))
         whiskers = [[m - min(v) for v, m in pairs], [max(v) - m for v, m in pairs]]
-        places = [place + 0.4 * index - 0.2 for place in range(len(duels))]
-        label = shared_name(duels, index) or unnamed[index]
+        places = [place + 0.4 * index - 0.2 for place in range(len(comparisons))]
+        label = shared_name(comparisons, index) or unnamed[index]
         axes.barh(places, middles, 0.4, xerr=whiskers, color=colour, capsize=2, label=label)
-    axes.set_yticks(range(len(duels)), labels_of(duels), fontsize="small")
+    axes.set_yticks(range(len(comparisons)), labels_of(comparisons), fontsize="small")
     axes.invert_yaxis()
     axes.margins(y=0.02)
     if log:
         axes.set_xscale("log")
         lowest = min(
-            v for duel in duels for i in (0, 1) for v in duel.of(i, speed_of(duel))
+            v
+            for comparison in comparisons
+            for i in (0, 1)
+            for v in comparison.of(i, speed_of(comparison))
         )
         axes.set_xlim(left=10 ** math.floor(math.log10(lowest)))
         axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(f"{AXES[speed_unit(duels[0])]}: median, minimum and maximum")
+    axes.set_xlabel(f"{AXES[speed_unit(comparisons[0])]}: median, minimum and maximum")
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
     axes.legend(fontsize="small")
@@ -109,16 +117,16 @@ def copies(outcome: Outcome) -> Figure:
     """Draw the ratios of copies over their sizes, one line per kind of copy and rival."""
     figure, axes = canvas(5)
     axes.set_title(f"Copies of arrays and tensors\n{origin(outcome)}", fontsize="medium")
-    if not outcome.duels:
+    if not outcome.comparisons:
         axes.text(0.5, 0.5, "not measured", ha="center")
         return figure
     lines: dict[str, dict[int, float]] = {}
     factors = {size_name(1 << shift): 1 << shift for shift in range(10, 40)}
-    for duel in outcome.duels:
-        size, _, what = duel.work.partition(", ")
-        name = f"beside {duel.names[1]}: {what}"
+    for comparison in outcome.comparisons:
+        size, _, what = comparison.work.partition(", ")
+        name = f"beside {comparison.names[1]}: {what}"
         points = lines.setdefault(name, {})
-        points[factors[size]] = statistics.median(SPEED.values(duel))
+        points[factors[size]] = statistics.median(SPEED.values(comparison))
     for name, points in lines.items():
         axes.plot(list(points), list(points.values()), marker="o", label=name)
     axes.axhline(1, color="grey", linewidth=0.8)
@@ -135,7 +143,7 @@ def copies(outcome: Outcome) -> Figure:
 
 
 # For the README: the drive's speed, and what is compared with it. Each entry is a
-# script, a pattern for the work, the names of the contestants, and the index of one.
+# script, a pattern for the work, the names of the candidates, and the index of one.
 Measured = tuple[str, str, str, int]
 OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
     (
@@ -201,11 +209,11 @@ OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
 
 
 def speed_measured(scripts: dict[str, Outcome], wanted: Measured) -> float | None:
-    """Return the median speed of one contestant, or None if it was not measured."""
+    """Return the median speed of one candidate, or None if it was not measured."""
     script, work, names, index = wanted
-    for duel in scripts.get(script, Outcome({}, [], [])).duels:
-        if re.search(work, duel.work) and " / ".join(duel.names) == names:
-            return statistics.median(duel.of(index, speed_of(duel)))
+    for comparison in scripts.get(script, Outcome({}, [], [])).comparisons:
+        if re.search(work, comparison.work) and " / ".join(comparison.names) == names:
+            return statistics.median(comparison.of(index, speed_of(comparison)))
     return None
 
 
@@ -215,9 +223,9 @@ def overview(scripts: dict[str, Outcome]) -> Figure:
     found = scripts.get("transfer", Outcome({}, [], []))
     axes.set_title(f"Share of the drive's speed\n{origin(found)}", fontsize="medium")
     labels, shares, colours = [], [], []
-    for work, limit, contestants in OVERVIEW:
+    for work, limit, candidates in OVERVIEW:
         top = speed_measured(scripts, limit)
-        for name, wanted in contestants:
+        for name, wanted in candidates:
             speed = speed_measured(scripts, wanted)
             if top is None or speed is None:
                 continue

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from duels import Duel, Goal, Sample, measured
+from comparisons import Comparison, Goal, Sample, measured
 from loop_child import LoopChild
 
 from nvmeio._cli.measuring import forget_cached
 from nvmeio.checkpoint import Checkpointer
 
-__all__ = ["checkpoint_duels"]
+__all__ = ["checkpoint_comparisons"]
 
 LOOP = "plain loop"
 BLOCK, DEPTH = 1 << 20, 128
@@ -23,7 +23,9 @@ COUNT = 300
 Turn = Callable[[], Sample]
 
 
-def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
+def checkpoint_comparisons(
+    folder: Path, size: int, child: LoopChild | None
+) -> Iterator[Comparison]:
     """Compare saves, restores and the delay of save_async with the least they can take."""
     rows = size // COUNT // 4096 * 4096
     numbers = np.random.default_rng(1)
@@ -73,7 +75,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
     checkpointer.save_async(1, state).result()
     if child is not None:
         turn = child.turn("model save", folder / "loop", BLOCK, DEPTH, span)
-        yield Duel(
+        yield Comparison(
             "save a checkpoint, with checksums",
             ("nvmeio", LOOP),
             (saved, turn),
@@ -81,26 +83,26 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
             (Goal("speed", 0.9),),
         )
         turn = child.turn("model load", path, BLOCK, DEPTH, span)
-        yield Duel(
+        yield Comparison(
             "restore a checkpoint, cold, new memory",
             ("nvmeio", LOOP),
             (restored, turn),
             True,
             (Goal("speed", 0.9),),
         )
-    yield Duel(
+    yield Comparison(
         "save_async until it returns",
         ("nvmeio", "copy into memory used before"),
         (staged, copied),
         False,
         (Goal("time", 1.2),),
     )
-    yield training_duel(checkpointer, dict(list(state.items())[: COUNT // 4]), root)
+    yield training_comparison(checkpointer, dict(list(state.items())[: COUNT // 4]), root)
 
 
-def training_duel(
+def training_comparison(
     checkpointer: Checkpointer, state: dict[str, np.ndarray], root: Path
-) -> Duel:
+) -> Comparison:
     """Compare a loop that saves for a tenth of its time with a loop that only computes."""
     numbers = np.random.default_rng(2)
     batch, weights = (numbers.random((512, 512), np.float32) for _ in range(2))
@@ -135,7 +137,7 @@ def training_duel(
         future.result()
         return sample
 
-    return Duel(
+    return Comparison(
         "a training loop during and after save_async, ten times its duration",
         ("beside a save", "alone"),
         (saving, lambda: measured(lambda: train(steps))),

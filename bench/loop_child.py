@@ -1,7 +1,7 @@
 """The child process in C: the plain loop on liburing, and nvmeio through its C API.
 
 The child is compiled when a benchmark starts.  It keeps its memory from turn to turn, so
-that it can take turns with a contestant in this process.
+that it can take turns with a candidate in this process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from duels import Sample
+from comparisons import Sample
 from peers import Peers
 
 import nvmeio

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from duels import surroundings
+from comparisons import surroundings
 
 from nvmeio._cli.arguments import size
 from nvmeio._cli.fio import fio_version

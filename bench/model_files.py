@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from duels import Duel, Goal, Sample, measured
+from comparisons import Comparison, Goal, Sample, measured
 from loop_child import LoopChild
 from peers import Peers
 
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
 
-__all__ = ["model_duels"]
+__all__ = ["model_comparisons"]
 
 LOOP = "plain loop"
 BLOCK, DEPTH = 1 << 20, 128
@@ -157,9 +157,9 @@ def half(path: Path) -> dict[str, Any]:
         return file.get_many(dict.fromkeys(file.offset_keys(), slice(0, ROWS // 2)))
 
 
-def model_duels(
+def model_comparisons(
     folder: Path, size: int, child: LoopChild | None, peers: Peers
-) -> Iterator[Duel]:
+) -> Iterator[Comparison]:
     """Compare nvmeio.safetensors with loops, with others, and with itself."""
     torch = peers.module("torch")
     if torch is None:
@@ -176,16 +176,18 @@ def model_duels(
     work = "load a model, cold, new memory"
     if child is not None:
         forgetting = child.turn("model load", path, BLOCK, DEPTH, span)
-        yield Duel(work, ("nvmeio", LOOP), (cold, forgetting), True, (Goal("speed", 0.9),))
+        yield Comparison(
+            work, ("nvmeio", LOOP), (cold, forgetting), True, (Goal("speed", 0.9),)
+        )
     for name, load, file in others(models, peers):
         limit = 2.0 if name == "safetensors, touched" else 1.0
         turns = cold, models.loading(load, FEW, path=file)
-        yield Duel(work, ("nvmeio", name), turns, True, (Goal("speed", limit),))
+        yield Comparison(work, ("nvmeio", name), turns, True, (Goal("speed", limit),))
     out = {name: torch.ones_like(tensor) for name, tensor in models.tensors[FEW].items()}
     into = models.loading(lambda p: ours(p, out=out), FEW)
     if child is not None:
         blocks = child.turn("plain blocks", "read", path, BLOCK, DEPTH, span, "small")
-        yield Duel(
+        yield Comparison(
             "load a model, cold, memory of torch that was used before (out=)",
             ("nvmeio", LOOP),
             (into, blocks),
@@ -193,21 +195,21 @@ def model_duels(
             (Goal("speed", 0.95),),
         )
         cached = child.turn("model cached", path, 2, span)
-        yield Duel(
+        yield Comparison(
             "load a model, cached, new memory",
             ("nvmeio", "two threads of pread"),
             (models.loading(ours, FEW, cold=False), cached),
             False,
             (Goal("speed", 0.9),),
         )
-    yield Duel(
+    yield Comparison(
         f"load a model of {MANY} tensors, cold, new memory",
         (f"{MANY} tensors", f"{FEW} tensors"),
         (models.loading(ours, MANY), cold),
         True,
         (Goal("time", 1.3),),
     )
-    yield Duel(
+    yield Comparison(
         "read half the rows of every tensor, cold",
         ("half", "all"),
         (halved(models), cold),
@@ -217,14 +219,14 @@ def model_duels(
     save = models.saving(nvmeio.safetensors.torch.save_file, sync=False)
     if child is not None:
         turn = child.turn("model save", folder / "loop", BLOCK, DEPTH, span)
-        yield Duel(
+        yield Comparison(
             "save a model", ("nvmeio", LOOP), (save, turn), False, (Goal("speed", 0.9),)
         )
     theirs = peers.module("safetensors.torch")
     if theirs is not None:
         turn = models.saving(theirs.save_file, sync=True)
         goals = (Goal("speed", 1.0),)
-        yield Duel(
+        yield Comparison(
             "save a model", ("nvmeio", "safetensors, fsync"), (save, turn), False, goals
         )
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from duels import Duel, Goal, Sample, measured
+from comparisons import Comparison, Goal, Sample, measured
 from loop_child import LoopChild
 from peers import Peers
 from zero_child import zero_child
 
 import nvmeio.torch
 
-__all__ = ["optimizer_duels"]
+__all__ = ["optimizer_comparisons"]
 
 BLOCK = 1 << 20
 # The memory that the windows of an offloaded optimizer take.
@@ -36,13 +36,13 @@ def params_of(size: int) -> list[torch.nn.Parameter]:
     return made
 
 
-def optimizer_duels(
+def optimizer_comparisons(
     folder: Path,
     size: int,
     child: LoopChild | None,
     peers: Peers,
     stack: contextlib.ExitStack,
-) -> Iterator[Duel]:
+) -> Iterator[Comparison]:
     """Compare a step of AdamW with the slower of its update in memory and the loop."""
     if child is None:
         return
@@ -70,18 +70,18 @@ def optimizer_duels(
         def ours(optimizer: Any = offloaded) -> Sample:
             return step(optimizer)
 
-        yield Duel(
+        yield Comparison(
             f"a step of AdamW, {form}",
             ("offloaded", "the larger of its update and the loop"),
             (ours, limit),
             False,
             (Goal("time", 1.2),),
         )
-        yield Duel(
+        yield Comparison(
             f"a step of AdamW, {form}", ("offloaded", "in memory"), (ours, alone), False
         )
     if zero is not None:
-        yield Duel(
+        yield Comparison(
             f"a step of AdamW, {form}",
             ("offloaded", "DeepSpeed's ZeRO-3 on NVMe"),
             (ours, zero.step),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from duels import Sample, device_bytes
+from comparisons import Sample, device_bytes
 
 from nvmeio._cli.fio import Fio, fio_version
 

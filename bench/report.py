@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from duels import GIB, SPEED, Duel, Goal, Sample
+from comparisons import GIB, SPEED, Comparison, Goal, Sample
 
 __all__ = [
     "SCHEMA",
@@ -29,7 +29,7 @@ __all__ = [
     "summary",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 Row = tuple[str, ...]
 # A header row, and rows with as many cells.
@@ -44,7 +44,7 @@ class Outcome:
     ----------
     machine : dict
         The machine, the software and the options; empty if nothing was measured.
-    duels : list of Duel
+    comparisons : list of Comparison
         The comparisons.
     left_out : list of str
         The tools that were left out, each with the reason.
@@ -55,7 +55,7 @@ class Outcome:
     """
 
     machine: dict[str, Any]
-    duels: list[Duel]
+    comparisons: list[Comparison]
     left_out: list[str]
     failure: str = ""
     seconds: float = 0.0
@@ -65,7 +65,7 @@ class Outcome:
         """Return the results of a script from its part of the JSON."""
         return cls(
             raw.get("machine", {}),
-            [Duel.from_dict(duel) for duel in raw.get("duels", [])],
+            [Comparison.from_dict(comparison) for comparison in raw.get("comparisons", [])],
             raw.get("left out", []),
             raw.get("failed", ""),
             raw.get("seconds", 0.0),
@@ -121,119 +121,132 @@ def padded(table: Table) -> str:
     )
 
 
-def moves_bytes(duel: Duel) -> bool:
+def moves_bytes(comparison: Comparison) -> bool:
     """Return whether a comparison is measured by speed. Otherwise it is by time."""
-    return any(pair[0].nbytes for pair in duel.rounds)
+    return any(pair[0].nbytes for pair in comparison.rounds)
 
 
-def speed_unit(duel: Duel) -> str:
+def speed_unit(comparison: Comparison) -> str:
     """Return the unit of a comparison's speed."""
-    if not moves_bytes(duel):
+    if not moves_bytes(comparison):
         return "s"
-    return "k/s" if duel.record_bytes else "GB/s"
+    return "k/s" if comparison.record_bytes else "GB/s"
 
 
-def figure_heads(duels: list[Duel]) -> Row:
+def figure_heads(comparisons: list[Comparison]) -> Row:
     """Return the heads of the two columns of figures."""
-    kinds = {"speed" if moves_bytes(duel) else "time" for duel in duels}
+    kinds = {"speed" if moves_bytes(comparison) else "time" for comparison in comparisons}
     kind = " or ".join(sorted(kinds))
-    return tuple(f"{kind} of the {contestant}" for contestant in ("first", "second"))
+    return tuple(f"{kind} of the {candidate}" for candidate in ("first", "second"))
 
 
-def speed_of(duel: Duel) -> Callable[[Sample], float]:
+def speed_of(comparison: Comparison) -> Callable[[Sample], float]:
     """Return a function that computes a sample's speed in that unit."""
-    if not moves_bytes(duel):
+    if not moves_bytes(comparison):
         return lambda sample: sample.seconds
-    if duel.record_bytes:
-        return lambda sample: sample.nbytes / duel.record_bytes / sample.seconds / 1e3
+    if comparison.record_bytes:
+        return lambda sample: sample.nbytes / comparison.record_bytes / sample.seconds / 1e3
     return lambda sample: sample.nbytes / sample.seconds / 1e9
 
 
-def cpu_times(duel: Duel) -> str:
+def cpu_times(comparison: Comparison) -> str:
     """Format the median CPU time of both."""
-    if not moves_bytes(duel):
+    if not moves_bytes(comparison):
         return ""
 
     def of_a_gib(sample: Sample) -> float:
         return sample.cpu_seconds * GIB / sample.nbytes
 
-    value = duel.cpu_us if duel.record_bytes else of_a_gib
-    unit = "us" if duel.record_bytes else "s/GiB"
-    medians = (statistics.median(duel.of(index, value)) for index in (0, 1))
+    value = comparison.cpu_us if comparison.record_bytes else of_a_gib
+    unit = "us" if comparison.record_bytes else "s/GiB"
+    medians = (statistics.median(comparison.of(index, value)) for index in (0, 1))
     return f"{' / '.join(map(number, medians))} {unit}"
 
 
-def delivered(duel: Duel) -> str:
+def delivered(comparison: Comparison) -> str:
     """Format the bytes that the device delivered per byte read, the median of both."""
 
     def share(sample: Sample) -> float:
         return sample.device_bytes / sample.nbytes
 
-    medians = (statistics.median(duel.of(index, share)) for index in (0, 1))
+    medians = (statistics.median(comparison.of(index, share)) for index in (0, 1))
     return " / ".join(map(number, medians))
 
 
-def memory(duel: Duel) -> str:
+def memory(comparison: Comparison) -> str:
     """Format the memory that both took."""
-    return " / ".join(number(value / 1e6) for value in duel.memory) + " MB"
+    return " / ".join(number(value / 1e6) for value in comparison.memory) + " MB"
 
 
-def rows(duel: Duel, counts_records: bool, has_memory: bool) -> Iterator[Row]:
+def rows(comparison: Comparison, counts_records: bool, has_memory: bool) -> Iterator[Row]:
     """Yield a row for each goal of a comparison, or one for its speed."""
     figures = [
-        duel.work,
-        " / ".join(duel.names),
-        *(f"{spread(duel.of(i, speed_of(duel)))} {speed_unit(duel)}" for i in (0, 1)),
-        cpu_times(duel),
+        comparison.work,
+        " / ".join(comparison.names),
+        *(
+            f"{spread(comparison.of(i, speed_of(comparison)))} {speed_unit(comparison)}"
+            for i in (0, 1)
+        ),
+        cpu_times(comparison),
     ]
     if counts_records:
-        figures.append(delivered(duel))
+        figures.append(delivered(comparison))
     if has_memory:
-        figures.append(memory(duel) if duel.memory else "")
-    for goal in duel.goals or (SPEED,):
-        judged = (str(goal), goal.verdict(duel)) if duel.goals else ("", "")
-        yield (*figures, spread(goal.values(duel)), *judged)
+        figures.append(memory(comparison) if comparison.memory else "")
+    for goal in comparison.goals or (SPEED,):
+        judged = (str(goal), goal.verdict(comparison)) if comparison.goals else ("", "")
+        yield (*figures, spread(goal.values(comparison)), *judged)
         figures = [""] * len(figures)
 
 
 def full(scripts: dict[str, Outcome]) -> Table:
     """Make the table of all comparisons."""
-    duels = [duel for outcome in scripts.values() for duel in outcome.duels]
-    counts_records = any(duel.record_bytes for duel in duels)
-    head = ("work", "first / second", *figure_heads(duels), "CPU time")
+    comparisons = [
+        comparison for outcome in scripts.values() for comparison in outcome.comparisons
+    ]
+    counts_records = any(comparison.record_bytes for comparison in comparisons)
+    head = ("work", "first / second", *figure_heads(comparisons), "CPU time")
     if counts_records:
         head = (*head, "delivered")
-    if has_memory := any(duel.memory for duel in duels):
+    if has_memory := any(comparison.memory for comparison in comparisons):
         head = (*head, "memory")
     head = (*head, "ratio", "goal", "verdict")
-    return head, [row for duel in duels for row in rows(duel, counts_records, has_memory)]
+    return head, [
+        row
+        for comparison in comparisons
+        for row in rows(comparison, counts_records, has_memory)
+    ]
 
 
 def medians(scripts: dict[str, Outcome]) -> Table:
     """Make a short table of speeds."""
-    duels = [duel for outcome in scripts.values() for duel in outcome.duels]
-    names = {duel.names for duel in duels}
+    comparisons = [
+        comparison for outcome in scripts.values() for comparison in outcome.comparisons
+    ]
+    names = {comparison.names for comparison in comparisons}
     alike = len(names) == 1
-    head: Row = ("work", "first / second", *figure_heads(duels), "ratio")
+    head: Row = ("work", "first / second", *figure_heads(comparisons), "ratio")
     if alike:
         head = ("work", *names.pop(), "ratio")
-    if has_memory := any(duel.memory for duel in duels):
+    if has_memory := any(comparison.memory for comparison in comparisons):
         head = (*head, "memory")
     found = []
-    for duel in duels:
-        who = () if alike else (" / ".join(duel.names),)
-        speeds = (statistics.median(duel.of(i, speed_of(duel))) for i in (0, 1))
-        cells = (f"{number(speed)} {speed_unit(duel)}" for speed in speeds)
-        ratio = number(statistics.median(SPEED.values(duel)))
-        more = (memory(duel) if duel.memory else "",) if has_memory else ()
-        found.append((duel.work, *who, *cells, ratio, *more))
+    for comparison in comparisons:
+        who = () if alike else (" / ".join(comparison.names),)
+        speeds = (statistics.median(comparison.of(i, speed_of(comparison))) for i in (0, 1))
+        cells = (f"{number(speed)} {speed_unit(comparison)}" for speed in speeds)
+        ratio = number(statistics.median(SPEED.values(comparison)))
+        more = (memory(comparison) if comparison.memory else "",) if has_memory else ()
+        found.append((comparison.work, *who, *cells, ratio, *more))
     return head, found
 
 
-def verdicts(outcome: Outcome) -> list[tuple[Duel, Goal, str]]:
+def verdicts(outcome: Outcome) -> list[tuple[Comparison, Goal, str]]:
     """Return each goal with its comparison and verdict."""
     return [
-        (duel, goal, goal.verdict(duel)) for duel in outcome.duels for goal in duel.goals
+        (comparison, goal, goal.verdict(comparison))
+        for comparison in outcome.comparisons
+        for goal in comparison.goals
     ]
 
 
@@ -245,7 +258,7 @@ def summary(scripts: dict[str, Outcome]) -> Table:
         reached, missed = judged.count("reached"), judged.count("missed")
         words = f"failed: {outcome.failure}" if outcome.failure else ""
         words = words or "; ".join(f"{left} left out" for left in outcome.left_out)
-        counts = (len(outcome.duels), reached, missed, len(judged) - reached - missed)
+        counts = (len(outcome.comparisons), reached, missed, len(judged) - reached - missed)
         took = f"{outcome.seconds:.0f} s"
         found.append((f"`bench_{name}.py`", *map(str, counts), took, words))
     head = ("script", "comparisons", "goals reached", "missed", "void", "took", "notes")
@@ -257,14 +270,14 @@ def missed(scripts: dict[str, Outcome]) -> Table:
     found = [
         (
             f"`bench_{name}.py`",
-            duel.work,
-            " / ".join(duel.names),
+            comparison.work,
+            " / ".join(comparison.names),
             str(goal),
-            spread(goal.values(duel)),
+            spread(goal.values(comparison)),
             verdict,
         )
         for name, outcome in scripts.items()
-        for duel, goal, verdict in verdicts(outcome)
+        for comparison, goal, verdict in verdicts(outcome)
         if verdict != "reached"
     ]
     head = ("script", "work", "first / second", "goal", "measured", "verdict")
@@ -312,12 +325,12 @@ STYLES: dict[str, Callable[[dict[str, Outcome]], Table]] = {
 def finish(
     script: str,
     about: dict[str, Any],
-    duels: list[Duel],
+    comparisons: list[Comparison],
     left_out: list[str],
     path: Path | None,
 ) -> None:
     """Print the results of a script, and write its JSON."""
-    scripts = {script: Outcome(about, duels, left_out)}
+    scripts = {script: Outcome(about, comparisons, left_out)}
     print(padded(conditions(scripts)))
     if about.get("huge pages for fio") is False:
         print("\nfio only had transparent huge pages, and is slower so (others need root)")
@@ -329,7 +342,7 @@ def finish(
             "script": script,
             "machine": about,
             "left out": left_out,
-            "duels": [duel.as_dict() for duel in duels],
+            "comparisons": [comparison.as_dict() for comparison in comparisons],
         }
         path.write_text(json.dumps(raw) + "\n", encoding="utf-8")
         print(f"\n{path.name} has the raw numbers", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The file and the memory that the contestants of bench_transfer.py share."""
+"""The file and the memory that the candidates of bench_transfer.py share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from duels import Sample, measured
+from comparisons import Sample, measured
 
 import nvmeio
 
@@ -25,7 +25,7 @@ Move = Callable[[], Sample]
 
 @dataclasses.dataclass
 class Scratch:
-    """The file and the memory that contestants share.
+    """The file and the memory that candidates share.
 
     Attributes
     ----------

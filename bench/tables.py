@@ -51,8 +51,12 @@ def compact(table: Table) -> str:
 
 def picked(outcome: Outcome, pattern: str) -> Outcome:
     """Return the results whose work matches a pattern."""
-    duels = [duel for duel in outcome.duels if re.search(pattern, duel.work)]
-    return dataclasses.replace(outcome, duels=duels)
+    comparisons = [
+        comparison
+        for comparison in outcome.comparisons
+        if re.search(pattern, comparison.work)
+    ]
+    return dataclasses.replace(outcome, comparisons=comparisons)
 
 
 def filled(text: str, results: Path) -> str:
@@ -65,7 +69,7 @@ def filled(text: str, results: Path) -> str:
             scripts = {region["script"]: scripts[region["script"]]}
         if region["where"]:
             scripts = {key: picked(o, region["where"]) for key, o in scripts.items()}
-            if not any(outcome.duels for outcome in scripts.values()):
+            if not any(outcome.comparisons for outcome in scripts.values()):
                 raise ValueError(f"{region['where']!r} matches nothing in {name}")
         table = compact(STYLES[region["style"]](scripts))
         return f"{region['begin']}\n{table}\n{region['end']}"

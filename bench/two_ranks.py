@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from duels import Duel, Goal, Sample, device_bytes
+from comparisons import Comparison, Goal, Sample, device_bytes
 
-__all__ = ["rank_duels"]
+__all__ = ["rank_comparisons"]
 
 RANKS = 2
 # At two ranks, each part of a row is 16 KiB.
@@ -73,7 +73,9 @@ class Ranks:
             process.wait()
 
 
-def rank_duels(folder: Path, size: int, stack: contextlib.ExitStack) -> Iterator[Duel]:
+def rank_comparisons(
+    folder: Path, size: int, stack: contextlib.ExitStack
+) -> Iterator[Comparison]:
     """Compare nvmeio's writer and reader with torch's, at two ranks over gloo."""
     ranks = Ranks(folder, size)
     stack.callback(ranks.close)
@@ -86,7 +88,7 @@ def rank_duels(folder: Path, size: int, stack: contextlib.ExitStack) -> Iterator
             for by, used in (("nvmeio", {}), ("torch", options))
         )
         goals = (Goal("speed", limit),)
-        yield Duel("save from 2 ranks", (ours, theirs), turns, False, goals)
+        yield Comparison("save from 2 ranks", (ours, theirs), turns, False, goals)
     kept = str(folder / "kept")
     ranks.run(whole, do="save", by="torch", folder=kept, options={})
     for work, dim, limit in (
@@ -98,7 +100,7 @@ def rank_duels(folder: Path, size: int, stack: contextlib.ExitStack) -> Iterator
             for by in ("nvmeio", "torch")
         )
         goals = (Goal("speed", limit),)
-        yield Duel(work, ("nvmeio", "torch"), turns, True, goals)
+        yield Comparison(work, ("nvmeio", "torch"), turns, True, goals)
 
 
 def main() -> None:

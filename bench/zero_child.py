@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from duels import Sample, measured
+from comparisons import Sample, measured
 from peers import Peers
 
 __all__ = ["ZeroChild", "zero_child"]

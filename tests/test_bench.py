@@ -21,9 +21,11 @@ RESULTS = BENCH / "results"
 STUB = """
 import json, sys
 sample = {"nbytes": 4096, "seconds": 1.0, "cpu_seconds": 0.5, "device_bytes": 4096}
-duel = {"work": " ".join(sys.argv[1:-2]), "names": ["a", "b"], "reads": True, "goals": [],
-        "record_bytes": 0, "rounds_each": 1, "rounds": [[sample, sample]]}
-raw = {"schema": 1, "script": "copy", "machine": {}, "left out": ["x (y)"], "duels": [duel]}
+comparison = {"work": " ".join(sys.argv[1:-2]), "names": ["a", "b"], "reads": True,
+              "goals": [], "record_bytes": 0, "rounds_each": 1,
+              "rounds": [[sample, sample]]}
+raw = {"schema": 2, "script": "copy", "machine": {}, "left out": ["x (y)"],
+       "comparisons": [comparison]}
 open(sys.argv[-1], "w").write(json.dumps(raw))
 """
 
@@ -42,35 +44,35 @@ def bench(monkeypatch):
 
 
 @pytest.fixture
-def duel(bench):
-    """A function that makes a duel whose second contestant is slower by given factors."""
-    duels = bench("duels")
+def comparison(bench):
+    """A function that makes a comparison, its second candidate slower by given factors."""
+    comparisons = bench("comparisons")
 
     def make(*factors, **given):
         def sample(seconds):
-            return duels.Sample(1 << 30, seconds, seconds / 2, 1 << 30)
+            return comparisons.Sample(1 << 30, seconds, seconds / 2, 1 << 30)
 
         rounds = [(sample(0.5), sample(0.5 * factor)) for factor in factors]
         given = {"work": "read", "names": ("nvmeio", "fio"), "reads": True, **given}
-        return duels.Duel(turns=(), rounds=rounds, **given)
+        return comparisons.Comparison(turns=(), rounds=rounds, **given)
 
     return make
 
 
 @pytest.fixture
-def tree(tmp_path, bench, duel):
+def tree(tmp_path, bench, comparison):
     """A tree with results of two scripts, and a page that shows them."""
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
-    goals = (bench("duels").Goal("speed", 1.5),)
+    goals = (bench("comparisons").Goal("speed", 1.5),)
     raw = {
-        "schema": 1,
+        "schema": 2,
         "machine": {},
         "scripts": {
             "transfer": {
                 "machine": {"cpu": "2 x Z80", "file system": "ext4 on vda"},
                 "left out": ["caio (gone)"],
-                "duels": [duel(2.0, 1.0, 4.0, goals=goals).as_dict()],
+                "comparisons": [comparison(2.0, 1.0, 4.0, goals=goals).as_dict()],
                 "seconds": 7.2,
             },
             "gather": {"failed": "no such disk", "seconds": 1.0},
@@ -108,7 +110,7 @@ def test_a_quick_run_saves_all_results(tmp_path, bench):
     assert done.returncode == 0, done.stderr
     path, raw = only_json(results)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-here\.json", path.name)
-    assert raw["schema"] == 1
+    assert raw["schema"] == 2
     assert list(raw["scripts"]) == ["checkpoint"]
     assert {"cpu", "kernel", "load before", "nvmeio", "file system"} <= raw[
         "machine"
@@ -117,10 +119,10 @@ def test_a_quick_run_saves_all_results(tmp_path, bench):
     assert outcome.failure == ""
     assert outcome.seconds > 0
     assert "`bench_checkpoint.py`" in done.stdout
-    assert len(outcome.duels) > 3
-    for duel in outcome.duels:
-        assert len(duel.rounds) == outcome.machine["rounds"]
-        assert min(s.nbytes * s.seconds for pair in duel.rounds for s in pair) > 0
+    assert len(outcome.comparisons) > 3
+    for comparison in outcome.comparisons:
+        assert len(comparison.rounds) == outcome.machine["rounds"]
+        assert min(s.nbytes * s.seconds for pair in comparison.rounds for s in pair) > 0
     assert list(work.iterdir()) == []
 
 
@@ -173,7 +175,7 @@ def test_missing_peers_are_left_out_and_reported(tmp_path):
     raw = json.loads(out.read_text())
     assert [words.split()[0] for words in raw["left out"]] == ["torch", "aiofile", "caio"]
     assert len(re.findall("^left out: ", done.stderr, re.MULTILINE)) == 3
-    others = {duel["names"][1] for duel in raw["duels"]}
+    others = {comparison["names"][1] for comparison in raw["comparisons"]}
     # A checkpoint is compared with a copy, which is no peer.
     others -= {"plain loop", "copy into memory used before", "alone"}
     assert others == {"numpy.save", "numpy.load", "numpy.memmap, touched", "Python"}
@@ -200,7 +202,7 @@ def test_a_script_that_fails_is_recorded_and_the_others_go_on(stubbed, tmp_path,
     # Without the folder, because the file is committed.
     told = "the disk is on fire: 'data', or 3/4 of it"
     assert raw["scripts"]["gather"]["failed"] == told
-    assert raw["scripts"]["copy"]["duels"][0]["work"] == stubbed.JOBS["copy"].options
+    assert raw["scripts"]["copy"]["comparisons"][0]["work"] == stubbed.JOBS["copy"].options
     assert f"failed: {told}" in capsys.readouterr().out
 
 
@@ -229,17 +231,19 @@ def test_an_invalid_name_of_a_machine_is_refused(tmp_path):
     assert "use only letters, digits and _.+-" in done.stderr
 
 
-def test_raw_numbers_survive_the_json(bench, duel):
-    duels = bench("duels")
-    one = duel(1.0, 2.0, goals=(duels.Goal("CPU time", 1.3),), record_bytes=4096)
-    again = duels.Duel.from_dict(json.loads(json.dumps(one.as_dict())))
+def test_raw_numbers_survive_the_json(bench, comparison):
+    comparisons = bench("comparisons")
+    one = comparison(
+        1.0, 2.0, goals=(comparisons.Goal("CPU time", 1.3),), record_bytes=4096
+    )
+    again = comparisons.Comparison.from_dict(json.loads(json.dumps(one.as_dict())))
     assert again == one
 
 
-def test_memory_is_a_column_if_it_was_measured(bench, duel):
-    duels, report = bench("duels"), bench("report")
-    one, other = duel(2.0, memory=(12_000_000, 3_400_000)), duel(2.0)
-    again = duels.Duel.from_dict(json.loads(json.dumps(one.as_dict())))
+def test_memory_is_a_column_if_it_was_measured(bench, comparison):
+    comparisons, report = bench("comparisons"), bench("report")
+    one, other = comparison(2.0, memory=(12_000_000, 3_400_000)), comparison(2.0)
+    again = comparisons.Comparison.from_dict(json.loads(json.dumps(one.as_dict())))
     assert again == one
     for style in ("all", "medians"):
         scripts = {"dataloader": report.Outcome({}, [again, other], [])}
@@ -249,19 +253,19 @@ def test_memory_is_a_column_if_it_was_measured(bench, duel):
         assert "memory" not in report.STYLES[style](scripts)[0]
 
 
-def test_a_goal_is_judged_by_the_median(bench, duel):
-    goal = bench("duels").Goal("speed", 1.5)
-    assert goal.verdict(duel(0.1, 1.5, 9.0)) == "reached"
-    assert goal.verdict(duel(0.1, 1.4, 9.0)) == "missed"
+def test_a_goal_is_judged_by_the_median(bench, comparison):
+    goal = bench("comparisons").Goal("speed", 1.5)
+    assert goal.verdict(comparison(0.1, 1.5, 9.0)) == "reached"
+    assert goal.verdict(comparison(0.1, 1.4, 9.0)) == "missed"
 
 
-def test_context_switches_are_judged_per_record(bench, duel):
-    duels = bench("duels")
-    one = duel(1.0, record_bytes=1 << 20)
+def test_context_switches_are_judged_per_record(bench, comparison):
+    comparisons = bench("comparisons")
+    one = comparison(1.0, record_bytes=1 << 20)
     ours, theirs = one.rounds[0]
     one.rounds[0] = (dataclasses.replace(ours, switches=2048), theirs)
-    assert duels.Goal("switches", 2.0).verdict(one) == "reached"
-    assert duels.Goal("switches", 1.9).verdict(one) == "missed"
+    assert comparisons.Goal("switches", 2.0).verdict(one) == "reached"
+    assert comparisons.Goal("switches", 1.9).verdict(one) == "missed"
 
 
 def test_rows_that_do_not_exist_are_refused():
@@ -341,17 +345,17 @@ def test_a_loop_that_cannot_be_compiled_is_left_out(bench, monkeypatch):
     assert peers.left_out == ["the plain loop (cc failed)"]
 
 
-def test_a_figure_of_several_processes_is_the_median_of_each(bench, duel):
-    speed = bench("duels").SPEED
-    assert speed.values(duel(1.0, 2.0, 9.0, 4.0, 4.0, 4.0, rounds_each=3)) == [2.0, 4.0]
+def test_a_figure_of_several_processes_is_the_median_of_each(bench, comparison):
+    one = comparison(1.0, 2.0, 9.0, 4.0, 4.0, 4.0, rounds_each=3)
+    assert bench("comparisons").SPEED.values(one) == [2.0, 4.0]
 
 
-def test_a_read_served_by_a_cache_is_void(bench, duel):
-    duels = bench("duels")
-    one = duel(1.0)
+def test_a_read_served_by_a_cache_is_void(bench, comparison):
+    comparisons = bench("comparisons")
+    one = comparison(1.0)
     ours, theirs = one.rounds[0]
-    one.rounds[0] = (ours, duels.Sample(theirs.nbytes, 1.0, 1.0, theirs.nbytes - 1))
-    assert duels.SPEED.verdict(one) == "void: a cache took part"
+    one.rounds[0] = (ours, comparisons.Sample(theirs.nbytes, 1.0, 1.0, theirs.nbytes - 1))
+    assert comparisons.SPEED.verdict(one) == "void: a cache took part"
 
 
 @pytest.mark.parametrize(
@@ -416,7 +420,7 @@ def test_the_newest_results_are_the_latest(tree, bench):
     results = tree / "bench" / "results"
     for name, content in {
         "2025-12-31-x.json": {"scripts": {}},
-        "2026-02-01-copy.json": {"duels": []},
+        "2026-02-01-copy.json": {"comparisons": []},
     }.items():
         (results / name).write_text(json.dumps(content))
     assert bench("tables").latest(results).name == "2026-01-31-here.json"
@@ -442,7 +446,7 @@ def test_every_chart_is_shown_and_small(bench):
 def test_charts_have_labels_and_units(bench):
     scripts = bench("report").scripts_of(bench("tables").latest(RESULTS))
     charts = bench("charts").CHARTS
-    measured = {name for name, outcome in scripts.items() if outcome.duels}
+    measured = {name for name, outcome in scripts.items() if outcome.comparisons}
     assert {"transfer", "checkpoint", "copy"} <= measured
     for name in measured & charts.keys():
         (axes,) = charts[name](scripts[name]).axes
@@ -470,8 +474,8 @@ def test_charts_are_pictures_of_the_numbers_they_name(bench, tmp_path):
     assert charts.main(["--check", "--json", str(changed), *options]) == 1
 
 
-def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, duel):
-    outcome = bench("report").Outcome({}, [duel(2.0, 1.0, 4.0)], [])
+def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, comparison):
+    outcome = bench("report").Outcome({}, [comparison(2.0, 1.0, 4.0)], [])
     (axes,) = bench("charts").bars(outcome, "title").axes
     ours, theirs = axes.containers[1], axes.containers[3]
     speed = (1 << 30) / 0.5 / 1e9
@@ -481,17 +485,17 @@ def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, duel):
     assert segment[:, 0] == pytest.approx([speed / 4, speed])
 
 
-def test_the_overview_shows_shares_of_the_drives_speed(bench, duel):
+def test_the_overview_shows_shares_of_the_drives_speed(bench, comparison):
     charts, report, tables = bench("charts"), bench("report"), bench("tables")
     (axes,) = charts.overview(report.scripts_of(tables.latest(RESULTS))).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
     wanted = [
         f"{work}: {name}"
-        for work, _, contestants in charts.OVERVIEW
-        for name, _ in contestants
+        for work, _, candidates in charts.OVERVIEW
+        for name, _ in candidates
     ]
     assert labels == wanted
-    half = duel(0.5, work="read, 1 MiB x 128", names=("one request", "fio"))
+    half = comparison(0.5, work="read, 1 MiB x 128", names=("one request", "fio"))
     (axes,) = charts.overview({"transfer": report.Outcome({}, [half], [])}).axes
     assert [text.get_text() for text in axes.get_yticklabels()] == labels[:1]
     assert [bar.get_width() for bar in axes.patches] == [pytest.approx(50)]

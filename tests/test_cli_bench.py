@@ -76,9 +76,9 @@ def test_every_workload_is_measured_beside_fio(folder, out):
         "random read, 4 KiB",
     }
     assert list(works["copy in memory"]) == ["nvmeio", "numpy"]
-    for work, contestants in works.items():
+    for work, contenders in works.items():
         assert work in done.out
-        for name, samples in contestants.items():
+        for name, samples in contenders.items():
             assert len(samples) == 2
             for sample in samples:
                 check_sample(sample, work)

@@ -36,7 +36,7 @@ def speeds():
     ]
 
 
-def test_bars_name_their_quantities_units_and_contestants(contests):
+def test_bars_name_their_quantities_units_and_contenders(contests):
     figure = plots.bars(contests, "1 GiB on a disk")
     left, right = figure.axes
     assert "throughput, GB/s" in left.get_xlabel()

@@ -47,13 +47,13 @@ with the same block size and queue depth, in touched huge pages.  With the
 engines threads and sync, fio uses psync with one block in flight.
 
 All files are in a folder nvmeio-bench-* in DIR, which is removed at the end,
-also after Ctrl-C; after SIGKILL you can delete it.  The contestants take turns.
+also after Ctrl-C; after SIGKILL you can delete it.  The contenders take turns.
 Reads find nothing in the page cache.
 
 GB/s       10^9 bytes per second: median of the rounds [slowest-fastest]
 IOPS       I/Os per second, as the kernel sees them
 CPU s/GiB  CPU time of all threads, user and system, per GiB
-speedup    of nvmeio over the contestant below: the median of the rounds'
+speedup    of nvmeio over the contender below: the median of the rounds'
            ratios, which can differ from the ratio of the medians
 p50, ...   latency of single I/Os from submission to completion; with a deep
            queue most of it is time in the queue
@@ -85,7 +85,7 @@ def configure(parser: Parser) -> None:
     )
     about = f"some of {', '.join(WORKS)} (default: all)"
     option(parser, "--only WORK,...", about, _works, WORKS)
-    about = "rounds; each contestant runs once per round (default: 3)"
+    about = "rounds; each contender runs once per round (default: 3)"
     option(parser, "--rounds N", about, number(1, 1000), 3)
     option(parser, "--no-fio", "do not run fio")
     add_figure_options(parser, "every round", "a chart")
@@ -166,7 +166,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 def _contests(
     bench: Workbench, settings: Settings, works: tuple[str, ...], fio: bool
 ) -> Iterator[Contest]:
-    """Return each requested work with its contestants."""
+    """Return each requested work with its contenders."""
     size, block, random = settings.size, settings.block_bytes, settings.random_bytes
     other = Fio(bench.path, size, bench.engine, bench.direct, settings.depth)
 
@@ -222,7 +222,7 @@ def _show_throughput(contests: list[Contest], terminal: Terminal) -> None:
     head += ["CPU s/GiB", "speedup"]
     rows = []
     for contest in contests:
-        # nvmeio comes first; there is at most one other contestant.
+        # nvmeio comes first; there is at most one other contender.
         ours, *others = contest.samples
         for name in contest.samples:
             iops = contest.figures(name, "iops")

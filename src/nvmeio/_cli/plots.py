@@ -10,7 +10,7 @@ from nvmeio._cli.trials import GRID_BLOCKS, GRID_DEPTHS, Options
 
 
 def bars(contests: list[Contest], about: str) -> Any:
-    """Draw throughput, with the rounds' range, and latencies of contestants."""
+    """Draw throughput, with the rounds' range, and latencies of contenders."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

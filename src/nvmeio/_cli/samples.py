@@ -1,4 +1,4 @@
-"""Measurements: samples of contestants at the same work, their statistics, and JSON."""
+"""Measurements: samples of contenders at the same work, their statistics, and JSON."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ PERCENTILES = (50.0, 99.0, 99.9)
 
 @dataclass(frozen=True)
 class Sample:
-    """The measurement of one turn of a contestant."""
+    """The measurement of one turn of a contender."""
 
     nbytes: int
     # I/Os that the kernel saw; 0 for a copy.
@@ -60,26 +60,26 @@ def _known(figure: float) -> float | None:
 
 @dataclass
 class Contest:
-    """A work at which contestants take turns."""
+    """A work at which contenders take turns."""
 
     work: str
     # The bytes of a turn.
     nbytes: int
-    # The function of each contestant's turn, nvmeio's first; and the samples of all rounds.
+    # The function of each contender's turn, nvmeio's first; and the samples of all rounds.
     turns: dict[str, Callable[[Advance], Sample]]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def add_round(self, terminal: Terminal) -> None:
-        """Run each contestant once, beginning with another one each round.
+        """Run each contender once, beginning with another one each round.
 
-        A contestant that cannot do the work drops out: fio, for example, if blocks are not
+        A contender that cannot do the work drops out: fio, for example, if blocks are not
         multiples of a sector.
         """
         names = list(self.turns)
         first = len(self.samples.get(names[0], ())) % len(names)
         for name in names[first:] + names[:first]:
             try:
-                # Show no speed, because the table has the contestants' own times.
+                # Show no speed, because the table has the contenders' own times.
                 advance = terminal.progress(f"{self.work}, {name}", self.nbytes)
                 self.samples.setdefault(name, []).append(self.turns[name](advance))
             except CommandError as error:
@@ -88,7 +88,7 @@ class Contest:
                 self.samples.pop(name, None)
 
     def figures(self, name: str, quantity: str) -> list[float]:
-        """Return an attribute of a contestant's samples, for each round."""
+        """Return an attribute of a contender's samples, for each round."""
         return [getattr(sample, quantity) for sample in self.samples[name]]
 
     def latency_us(self, name: str, percentile: float) -> float | None:
@@ -98,13 +98,13 @@ class Contest:
         return statistics.median(known) if known else None
 
     def ratios(self, name: str) -> list[float]:
-        """Return the speed of the first contestant relative to another, for each round."""
+        """Return the speed of the first contender relative to another, for each round."""
         ours, theirs = next(iter(self.samples.values())), self.samples[name]
         return [a.gb_per_s / b.gb_per_s for a, b in zip(ours, theirs, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        contestants = {
+        contenders = {
             name: [sample.as_dict() for sample in samples]
             for name, samples in self.samples.items()
         }
-        return {"work": self.work, "contestants": contestants}
+        return {"work": self.work, "contestants": contenders}

@@ -1,8 +1,8 @@
-"""Comparisons: two contestants take turns at the same work, and their ratio is judged.
+"""Comparisons: two candidates take turns at the same work, and their ratio is judged.
 
-Within minutes, the speed of a disk drifts by more than contestants differ.  So each ratio
+Within minutes, the speed of a disk drifts by more than candidates differ.  So each ratio
 is taken between two neighbouring turns, and the median of the ratios counts.  The
-contestant that begins changes with every turn.
+candidate that begins changes with every turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 __all__ = [
     "GIB",
     "SPEED",
-    "Duel",
+    "Comparison",
     "Goal",
     "Sample",
     "compare",
@@ -54,7 +54,7 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The figures of one contestant in a round.
+    """The figures of one candidate in a round.
 
     Attributes
     ----------
@@ -121,8 +121,8 @@ class Goal:
     Attributes
     ----------
     quantity : {"speed", "time", "CPU time", "CPU us", "switches"}
-        The figure whose ratio counts, the first contestant's divided by the second's.
-        The last two are not ratios, but the first contestant's CPU time and context
+        The figure whose ratio counts, the first candidate's divided by the second's.
+        The last two are not ratios, but the first candidate's CPU time and context
         switches per record.
     limit : float
         The limit for the median over the rounds.
@@ -131,23 +131,27 @@ class Goal:
     quantity: str
     limit: float
 
-    def values(self, duel: Duel) -> list[float]:
+    def values(self, comparison: Comparison) -> list[float]:
         """Return the values that the goal judges: one for each figure of a comparison."""
         if self.quantity == "speed":
-            return duel.medians(lambda ours, theirs: theirs.seconds / ours.seconds)
+            return comparison.medians(lambda ours, theirs: theirs.seconds / ours.seconds)
         if self.quantity == "time":
-            return duel.medians(lambda ours, theirs: ours.seconds / theirs.seconds)
+            return comparison.medians(lambda ours, theirs: ours.seconds / theirs.seconds)
         if self.quantity == "CPU time":
-            return duel.medians(lambda ours, theirs: ours.cpu_seconds / theirs.cpu_seconds)
+            return comparison.medians(
+                lambda ours, theirs: ours.cpu_seconds / theirs.cpu_seconds
+            )
         if self.quantity == "switches":
-            return duel.medians(lambda ours, _: duel.per_record(ours.switches, ours))
-        return duel.medians(lambda ours, _: duel.cpu_us(ours))
+            return comparison.medians(
+                lambda ours, _: comparison.per_record(ours.switches, ours)
+            )
+        return comparison.medians(lambda ours, _: comparison.cpu_us(ours))
 
-    def verdict(self, duel: Duel) -> str:
+    def verdict(self, comparison: Comparison) -> str:
         """Return "reached" or "missed"; or "void", with the reason."""
-        if duel.cached_rounds():
+        if comparison.cached_rounds():
             return "void: a cache took part"
-        median = statistics.median(self.values(duel))
+        median = statistics.median(self.values(comparison))
         reached = median >= self.limit if self.quantity == "speed" else median <= self.limit
         return "reached" if reached else "missed"
 
@@ -159,15 +163,15 @@ SPEED = Goal("speed", 1.0)
 
 
 @dataclasses.dataclass
-class Duel:
-    """A comparison of two contestants at the same work.
+class Comparison:
+    """A comparison of two candidates at the same work.
 
     Attributes
     ----------
     work : str
         The work.
     names : tuple of str
-        The contestant that the goals are about, and the one it is compared with.
+        The candidate that the goals are about, and the one it is compared with.
     turns : tuple of callable
         One turn of each.
     reads : bool
@@ -218,7 +222,7 @@ class Duel:
         return [statistics.median(values[at : at + self.rounds_each]) for at in steps]
 
     def of(self, index: int, value: Callable[[Sample], float]) -> list[float]:
-        """Return the values of one contestant."""
+        """Return the values of one candidate."""
         return self.medians(lambda *pair: value(pair[index]))
 
     def cpu_us(self, sample: Sample) -> float:
@@ -252,7 +256,7 @@ class Duel:
         }
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Duel:
+    def from_dict(cls, raw: dict[str, Any]) -> Comparison:
         """Return a comparison that `as_dict` has written."""
         return cls(
             raw["work"],
@@ -267,14 +271,14 @@ class Duel:
         )
 
 
-def compare(duels: Sequence[Duel], rounds: int) -> None:
+def compare(comparisons: Sequence[Comparison], rounds: int) -> None:
     """Run all comparisons once a round. The first round warms up, and does not count."""
     for number in range(rounds + 1):
         progress(f"round {number} of {rounds}")
-        for duel in duels:
-            duel.run_round()
-    for duel in duels:
-        del duel.rounds[0]
+        for comparison in comparisons:
+            comparison.run_round()
+    for comparison in comparisons:
+        del comparison.rounds[0]
 
 
 def progress(words: str) -> None:
