@@ -578,7 +578,7 @@ BAD = [
     (includes_upward, "src/libnvmeio/engine.c", '#include "handle_internal.h"\n'),
     (includes_upward, "src/libnvmeio/engine_sync.c", '#include "engine_uring.h"\n'),
     (includes_upward, "src/libnvmeio/newcomer.c", ""),
-    (copies_by_itself, "src/libnvmeio/request.c", "    memcpy(bounce, lent, wanted);\n"),
+    (copies_by_itself, "src/libnvmeio/request.c", "    memcpy(bounce, memory, wanted);\n"),
     (wakes_one_by_condition, "src/libnvmeio/worker.c", "    pthread_cond_signal(&work);\n"),
     (leaves_work, "src/nvmeio/files.py", "# TODO: later\n"),
     (names_a_machine, "docs/design.md", "see /root/notes/design.md\n"),
