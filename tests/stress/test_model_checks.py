@@ -113,11 +113,11 @@ def test_a_seed_gives_one_plan_with_all_operations(fuse):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_flipped_bit_is_found(faulty, engine, call):
-    """Flip a bit that only the library writes, in a trial that otherwise passes."""
+    """Flip a bit that only the library writes, in a case that otherwise passes."""
     (faulty / "control").touch()
     flips = Faults(faulty / "control")
     options = {"folder": str(faulty), "place": "fuse", "engine": engine, "seed": 5}
-    options |= {"package": "trials", "forks": can_fork()}
+    options |= {"package": "cases", "forks": can_fork()}
     assert len(Child("random_operations", **options).finish().report) == 2
     flips.set(**{call: {"flip": 10 * PAGE + 5}})
     done = Child("random_operations", **options).finish(check=False)

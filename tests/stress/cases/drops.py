@@ -17,8 +17,8 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import PAGE, Guarded, pattern
-from trials.seeded import each_trial
 from workloads.common import make_file, report
 
 PIECE = 256 << 10
@@ -85,7 +85,7 @@ class Arena:
         assert is_untouched(self.memory), "written to after it was let go of"
 
 
-class Trial:
+class Case:
     """A handle, a file and some requests, dropped in random order."""
 
     def __init__(self, draw, arena, path, data, engine, counts):
@@ -257,15 +257,15 @@ def drop(first, count, folder, engine):
     arena = Arena()
     # Objects that exist now are no garbage; the collector need not scan them each time.
     gc.freeze()
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         with open(f"{path}-target", "wb") as file:
             file.truncate(REQUESTS * PIECE)
-        trial = Trial(draw, arena, path, data, engine, counts)
+        case = Case(draw, arena, path, data, engine, counts)
         for number in range(draw.randint(1, REQUESTS)):
-            trial.start(number)
-        trial.drop_all()
+            case.start(number)
+        case.drop_all()
         gc.collect()
-        trial.check_written(path)
+        case.check_written(path)
         arena.check()
     time.sleep(0.1)
     arena.check()
