@@ -111,7 +111,7 @@ stress: $(VENV)/.nvmeio-fuzz
 stress-long: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress --length long $(STRESS)
 
-# A failed trial prints its seed: SEED='test_name[parameter]:12345'.
+# A failed case prints its seed: SEED='test_name[parameter]:12345'.
 replay: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress --replay '$(SEED)'
 

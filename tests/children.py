@@ -1,6 +1,6 @@
 """A pytest plugin: child processes for the tests of faults, forks, signals and exits.
 
-A child runs a function of ``workloads`` or ``stress/trials``.  This module starts it, lets
+A child runs a function of ``workloads`` or ``stress/cases``.  This module starts it, lets
 strace inject its faults, and stops it with a watchdog, so that a hang becomes a failure.
 Children that a failed or interrupted test has left running are killed after the test.
 """

@@ -67,9 +67,11 @@ class Guarded:
         before = self._all[: self._begin]
         behind = self._all[self._begin + len(self.array) :]
         assert (before == self.CANARY).all(), (
-            "bytes before the lent memory were overwritten"
+            "bytes before the borrowed memory were overwritten"
         )
-        assert (behind == self.CANARY).all(), "bytes after the lent memory were overwritten"
+        assert (behind == self.CANARY).all(), (
+            "bytes after the borrowed memory were overwritten"
+        )
         return self.array.tobytes()
 
 

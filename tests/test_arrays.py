@@ -781,8 +781,8 @@ class TestSharing:
         expected, path = saved
         barrier = threading.Barrier(8)
         with contextlib.ExitStack() as stack:
-            lent = stack.enter_context(nvmeio.Handle()) if passed else None
-            array = stack.enter_context(ArrayFile(path, handle=lent))
+            own = stack.enter_context(nvmeio.Handle()) if passed else None
+            array = stack.enter_context(ArrayFile(path, handle=own))
 
             def read(seed):
                 barrier.wait()
@@ -795,7 +795,7 @@ class TestSharing:
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(read, range(8)))
             array.close()
-            assert lent is None or not lent.closed
+            assert own is None or not own.closed
 
     def test_an_array_can_be_pickled(self, saved, tmp_path):
         expected, path = saved

@@ -312,7 +312,7 @@ def test_subclasses_of_ndarray_are_arrays(handle, path, tmp_path):
     assert (tmp_path / "records").read_bytes() == records.tobytes()
 
 
-def test_a_bytearray_cannot_be_resized_while_it_is_lent(handle, path):
+def test_a_bytearray_cannot_be_resized_while_it_is_borrowed(handle, path):
     path.write_bytes(CONTENT)
     target = bytearray(len(CONTENT))
     request = handle.submit_read(target, path)
@@ -358,7 +358,7 @@ def test_a_cycle_of_array_and_request_is_collected(handle, path):
 
 
 def test_a_buffer_cannot_be_constructed():
-    with pytest.raises(TypeError, match="lending"):
+    with pytest.raises(TypeError, match="is made when"):
         Buffer()
 
 

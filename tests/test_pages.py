@@ -72,11 +72,11 @@ def test_a_step_that_differs_from_the_page_fails(tmp_path, steps, words):
 
 def test_a_step_that_agrees_with_the_page_passes(tmp_path):
     steps = [
-        step(kind="file", name="lent.py", text="number = 7\n"),
-        command("ls", output="lent.py\n"),
+        step(kind="file", name="seven.py", text="number = 7\n"),
+        command("ls", output="seven.py\n"),
         command("exit 3", status=3),
         command("echo from 1 to   9", output="from ... to 9\n"),
-        step(kind="python", text="import lent\n\ndef given():\n    return lent.number\n"),
+        step(kind="python", text="import seven\n\ndef given():\n    return seven.number\n"),
         step(kind="python", text="assert __name__ == '__main__' and given() == 7\n"),
     ]
     done = run_steps(steps, tmp_path)

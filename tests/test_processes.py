@@ -30,7 +30,7 @@ import pytest
 
 @pytest.mark.amount(short=2, full=2, long=2)
 @pytest.mark.parametrize("number", range(8))
-def test_trials(number, seeds):
+def test_cases(number, seeds):
     print("drawn:", *seeds)
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.mark.amount(short=2, full=5, long=9)
 @pytest.mark.parametrize("kind", ["good", "io_uring-a file.py"])
-def test_trials(kind, seeds):
+def test_cases(kind, seeds):
     drawn = []
     for seed in seeds:
         drawn.append(seed)
@@ -23,7 +23,7 @@ def test_trials(kind, seeds):
         assert kind == "good" or seed < 9
 
 @pytest.mark.amount(short=3, full=3, long=0)
-def test_all_trials_together(seeds):
+def test_all_cases_together(seeds):
     drawn = list(seeds)
     print("drawn:", drawn)
     assert len(drawn) < 2
@@ -82,8 +82,8 @@ def drawn_in(printed):
     return re.findall("^drawn: (.*)$", printed, re.MULTILINE)[-1]
 
 
-def test_a_failed_trial_is_repeated_alone(tmp_path):
-    printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7", "-k", "test_trials")
+def test_a_failed_case_is_repeated_alone(tmp_path):
+    printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7", "-k", "test_cases")
     assert "1 failed, 1 passed" in printed
     assert drawn_in(printed) == "[7, 8, 9]"
     again = run_and_fail(tmp_path, *options_of(line_of(printed)))
@@ -92,7 +92,7 @@ def test_a_failed_trial_is_repeated_alone(tmp_path):
     assert line_of(again) == line_of(printed)
 
 
-def test_trials_that_fail_together_are_repeated_from_their_first_seed(tmp_path):
+def test_cases_that_fail_together_are_repeated_from_their_first_seed(tmp_path):
     printed = run_and_fail(tmp_path, "--length", "full", "-k", "together")
     again = run_and_fail(tmp_path, *options_of(line_of(printed)))
     assert "1 failed, 2 deselected" in again
@@ -100,7 +100,7 @@ def test_trials_that_fail_together_are_repeated_from_their_first_seed(tmp_path):
     assert line_of(again) == line_of(printed)
 
 
-@pytest.mark.parametrize("words", ["", "test_trials", "test_trials[good]:x"])
+@pytest.mark.parametrize("words", ["", "test_cases", "test_cases[good]:x"])
 def test_an_invalid_replay_is_refused(tmp_path, words):
     done = run(tmp_path, "--replay", words)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -391,7 +391,7 @@ class TestLifetime:
         assert gone() is None
         assert left_open(path.parent) == []
 
-    def test_a_bytearray_cannot_be_resized_while_it_is_lent(self, slow_handle, path):
+    def test_a_bytearray_cannot_be_resized_while_it_is_borrowed(self, slow_handle, path):
         path.write_bytes(b"12345678")
         target = bytearray(8)
         with plugged(slow_handle, path.parent):

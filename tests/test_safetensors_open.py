@@ -290,16 +290,16 @@ class TestReadAhead:
             lock = threading.Lock()
 
             def ask(seed):
-                lots = random.Random(seed)
+                draw = random.Random(seed)
                 while True:
                     with lock:
                         name = next(names, None)
                     if name is None:
                         return
-                    time.sleep(lots.choice([0, 0, 0.001, 0.003]))
-                    for _ in range(lots.choice([1, 1, 1, 2])):
+                    time.sleep(draw.choice([0, 0, 0.001, 0.003]))
+                    for _ in range(draw.choice([1, 1, 1, 2])):
                         try:
-                            if lots.random() < 0.2:
+                            if draw.random() < 0.2:
                                 part = np.asarray(file.get_slice(name)[3:9])
                                 good = np.array_equal(part, arrays[name][3:9])
                             else:
@@ -492,10 +492,10 @@ class TestMany:
     @pytest.mark.parametrize("kind", ["np", "pt"])
     @pytest.mark.parametrize("direct", [True, False])
     def test_results_have_the_order_of_the_indices(self, path, arrays, kind, direct):
-        lots = random.Random(9)
-        names = lots.sample(sorted(arrays), 30)
+        draw = random.Random(9)
+        names = draw.sample(sorted(arrays), 30)
         indices = [S[3:9], S[:, 5:70], 0, S[::7, ::5], None, S[:], [], S[5:5]]
-        wanted = {name: lots.choice(indices) for name in names}
+        wanted = {name: draw.choice(indices) for name in names}
         if kind == "pt":
             wanted = {n: slice(0, 0) if i == [] else i for n, i in wanted.items()}
         with safe_open(path, kind, direct=direct) as file:

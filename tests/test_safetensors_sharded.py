@@ -42,7 +42,7 @@ SIZES = {
     "exactly": [10, 10, 5, 5, 10],
     "one file": [1, 2, 3],
     "with empty ones": [0, 10, 0, 10, 0],
-    "lots": [random.Random(4).randrange(14) for _ in range(60)],
+    "many": [random.Random(4).randrange(14) for _ in range(60)],
 }
 
 

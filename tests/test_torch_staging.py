@@ -88,11 +88,11 @@ def test_lazy_conjugation_is_resolved_by_a_write():
     assert write(staging) == content_of(tensor.resolve_conj())
 
 
-def test_the_lent_memory_is_filled():
+def test_the_memory_at_submission_is_filled():
     target = torch.zeros(10)
-    lent = target.detach()
+    memory = target.detach()
     staging = DeviceStaging(target, True, piece_bytes=16)
     target.data = torch.full((10,), -1.0)
     read(staging, content_of(torch.ones(10)))
-    assert lent.eq(1).all()
+    assert memory.eq(1).all()
     assert target.eq(-1).all()

@@ -121,7 +121,7 @@ def test_strided_views_of_every_dtype_keep_their_bits(handle, path, dtype):
     assert content_of(target) == content_of(expected)
 
 
-def test_ordinary_tensors_are_lent_without_python_code(handle, path):
+def test_ordinary_tensors_are_acquired_without_python_code(handle, path):
     if not hasattr(torch.Tensor, EXCHANGE):
         pytest.skip("this torch has no DLPack exchange table")
     source = torch.arange(1000)
@@ -405,7 +405,7 @@ def test_memory_lives_until_the_request_releases_it(
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-def test_a_read_fills_the_lent_memory(handle, path, strided):
+def test_a_read_fills_the_memory_at_submission(handle, path, strided):
     expected = np.arange(64.0).reshape(8, 8)
     path.write_bytes(expected.tobytes())
     memory = np.zeros((8, 8))

@@ -16,7 +16,7 @@ extern "C" {
 struct nvmeio_gather {
     enum nvmeio_op op;        /* NVMEIO_OP_READ gathers, NVMEIO_OP_WRITE scatters */
     struct nvmeio_file *file; /* the request takes a reference of its own */
-    void *address;            /* lent until the request is done */
+    void *address;            /* borrowed until the request is done */
     size_t size;              /* of that memory; see nvmeio_submit_gather() */
     size_t count;             /* of records */
     const int64_t *offsets;   /* in the file; the arrays need only exist for the call */
@@ -29,7 +29,7 @@ struct nvmeio_gather {
 };
 
 /* Start a gather or a scatter.  If `address` is NULL and `size` is SIZE_MAX, `places`
- * are addresses, and only the records themselves are lent.  A gather takes from the
+ * are addresses, and only the records themselves are borrowed.  A gather takes from the
  * page cache what it has, unless the file was opened with NVMEIO_DIRECT_ALWAYS. Returns
  * the errors of nvmeio_submit(), and for records these, with the index of the first
  * invalid record in *offender (else SIZE_MAX): -EINVAL for a negative offset, size or

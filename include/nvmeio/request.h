@@ -26,7 +26,7 @@ struct nvmeio_after {
 struct nvmeio_transfer {
     enum nvmeio_op op;
     struct nvmeio_file *file; /* the request takes a reference of its own */
-    void *address;            /* lent until the request is done; ignored by fsync */
+    void *address;            /* borrowed until the request is done; ignored by fsync */
     size_t size;
     int64_t offset;
     bool data_only; /* of an fsync: only the data and what is needed to read them, as

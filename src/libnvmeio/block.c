@@ -26,7 +26,7 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
                 : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
                                                : nvmeio_file_fd(file);
     block->result = block->fd;
-    block->address = block->bounce ? block->bounce : block->lent;
+    block->address = block->bounce ? block->bounce : block->memory;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
     block->plain = file->fuse;

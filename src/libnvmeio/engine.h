@@ -40,7 +40,7 @@ struct nvmeio_block {
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
-    char *lent; /* where the piece is in the caller's memory; NULL: in several places */
+    char *memory; /* the caller's, of this piece; NULL: in several places */
     struct nvmeio_extent extent; /* of a gather or scatter: the extent it belongs to */
     void *bounce;                /* the worker's memory, or NULL */
     enum nvmeio_bounce_kind bounce_kind;

@@ -216,8 +216,8 @@ static void gather_load(const struct nvmeio_block *block)
 {
     const struct nvmeio_piece *piece = &block->piece;
 
-    if (block->lent)
-        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
+    if (block->memory)
+        nvmeio_copy_cold(block->bounce, block->memory, piece->wanted);
     else
         nvmeio_records_collect(block->request->gathering->records, &block->extent,
                                block->bounce, piece->position,
@@ -228,10 +228,10 @@ static void gather_deliver(const struct nvmeio_block *block, size_t landed)
 {
     const struct nvmeio_piece *piece = &block->piece;
     const char *source =
-        block->bounce ? (char *)block->bounce + piece->skip : block->lent;
+        block->bounce ? (char *)block->bounce + piece->skip : block->memory;
 
-    if (block->bounce && block->lent)
-        nvmeio_copy_cold(block->lent, source, landed);
+    if (block->bounce && block->memory)
+        nvmeio_copy_cold(block->memory, source, landed);
     if (block->extent.copied)
         nvmeio_records_spread(block->request->gathering->records, &block->extent,
                               source, piece->position, piece->position + landed);
@@ -284,7 +284,7 @@ static const struct nvmeio_request_ops gather_ops = {
 };
 
 /* Whether the memory is in small pages. Of records that are given by address, the
- * largest stands for all, because what is between them is not lent. */
+ * largest stands for all, because what is between them is not borrowed. */
 static bool has_small_pages(const struct nvmeio_request *request,
                             const struct nvmeio_gather *gather,
                             const struct nvmeio_records *records)

@@ -60,7 +60,7 @@ struct nvmeio_extent_limits {
     size_t merged_bytes; /* the largest extent that uses one bounce; 0: none does */
 };
 
-/* Whether the places of a gather are addresses, because it lends no memory besides. */
+/* Whether the places of a gather are addresses, because it has no single memory. */
 static inline bool nvmeio_gather_is_by_address(const struct nvmeio_gather *gather)
 {
     return !gather->address && gather->size == SIZE_MAX && gather->places;

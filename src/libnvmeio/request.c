@@ -125,7 +125,7 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
         nvmeio_plan_cut(&block->piece, span, request->position, request->offset,
                         request->geometry.offset_align,
                         nvmeio_round_up(block_bytes, request->geometry.offset_align));
-    block->lent = request->address ? request->address + block->piece.position : NULL;
+    block->memory = request->address ? request->address + block->piece.position : NULL;
     request->in_flight++;
     request->barrier = false;
     request->position += block->piece.wanted;

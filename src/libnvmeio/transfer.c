@@ -103,13 +103,13 @@ static void transfer_settle(struct nvmeio_request *request)
 
 static void transfer_load(const struct nvmeio_block *block)
 {
-    nvmeio_copy_cold(block->bounce, block->lent, block->piece.wanted);
+    nvmeio_copy_cold(block->bounce, block->memory, block->piece.wanted);
 }
 
 static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
 {
     if (block->bounce)
-        nvmeio_copy_cold(block->lent, (char *)block->bounce + block->piece.skip,
+        nvmeio_copy_cold(block->memory, (char *)block->bounce + block->piece.skip,
                          landed);
 }
 

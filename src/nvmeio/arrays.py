@@ -166,7 +166,7 @@ class ArrayFile(Unread):
     ) -> None:
         _check_handle(handle)
         self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
-        self._lent = handle
+        self._passed_handle = handle
         # The directory to sync, if create() made the file.
         self._created: str | None = None
         self._is_raw = self._reaches_end = False
@@ -851,7 +851,7 @@ class ArrayFile(Unread):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {**self._arguments, "mode": self.mode, "handle": self._lent}
+        options = {**self._arguments, "mode": self.mode, "handle": self._passed_handle}
         return _restore, (type(self), self._absolute, options, self.closed)
 
     def __repr__(self) -> str:
@@ -870,7 +870,7 @@ class ArrayFile(Unread):
 
     def _handle(self) -> Handle:
         """Return the handle to read and write with."""
-        return default_handle() if self._lent is None else self._lent
+        return default_handle() if self._passed_handle is None else self._passed_handle
 
     def _names_fields(self, index: Any) -> bool:
         """Return whether an index names fields of a structured dtype."""

@@ -97,8 +97,8 @@ async def reading(
     file, array, left = await calls.call(_opened, path, offset, size, element)
     with file:
         if left:
-            handle, lent = default_handle(), bytes_of(array)
-            await calls.transfer(handle.read, handle.submit_read, lent, file, offset)
+            handle, view = default_handle(), bytes_of(array)
+            await calls.transfer(handle.read, handle.submit_read, view, file, offset)
     library = None if dtype is None else library_of_dtype(dtype)
     return array if library is None else library.to_tensor(array, dtype)
 
@@ -255,14 +255,14 @@ async def writing(
     """Write the bytes of a buffer to a file as ``write_file`` does."""
     path = path_of(path)
     sync, atomic = flag("sync", sync), flag("atomic", atomic)
-    lent = _borrow(buffer, writable=False)
+    held = _borrow(buffer, writable=False)
     handle = default_handle()
     async with calls.entered(new_contents(path, sync=sync, atomic=atomic)) as file:
-        await calls.transfer(handle.write, handle.submit_write, lent, file)
-        await calls.call(cut, file, lent.nbytes)
+        await calls.transfer(handle.write, handle.submit_write, held, file)
+        await calls.call(cut, file, held.nbytes)
         if sync or atomic:
             await calls.transfer(handle.fsync, handle.submit_fsync, file)
-    return lent.nbytes
+    return held.nbytes
 
 
 def _borrow(buffer: Any, *, writable: bool) -> Buffer:
@@ -386,15 +386,15 @@ def aio_read(
         _op(block_size, queue_depth, single_submit, overlap_events) as handle,
         File(filename) as file,
     ):
-        lent, size = _borrow(buffer, writable=True), file.size
-        if lent.nbytes != size:
+        held, size = _borrow(buffer, writable=True), file.size
+        if held.nbytes != size:
             raise OSError(
                 errno.EINVAL,
-                f"the buffer has {lent.nbytes} bytes and the file {size}; aio_read() reads "
+                f"the buffer has {held.nbytes} bytes and the file {size}; aio_read() reads "
                 "a whole file, aio_handle reads parts",
                 file.path,
             )
-        return handle.read(lent, file, validate)
+        return handle.read(held, file, validate)
 
 
 @suggesting
@@ -432,13 +432,13 @@ def aio_write(
     >>> nvmeio.aio_write(np.arange(1000), "data.bin", *options)
     0
     """
-    lent = _borrow(buffer, writable=False)
+    held = _borrow(buffer, writable=False)
     with (
         _op(block_size, queue_depth, single_submit, overlap_events) as handle,
         open_for_writing(filename) as file,
     ):
-        status = handle.write(lent, file, validate)
-        cut(file, lent.nbytes)
+        status = handle.write(held, file, validate)
+        cut(file, held.nbytes)
     return status
 
 

@@ -64,8 +64,8 @@ async def loading(calls: Calls, path: Path) -> npt.NDArray[Any]:
     file, layout, array = await calls.call(_opened, path)
     with file:
         if array.nbytes:
-            handle, lent = default_handle(), bytes_of(array)
-            await calls.transfer(handle.read, handle.submit_read, lent, file, layout.offset)
+            handle, view = default_handle(), bytes_of(array)
+            await calls.transfer(handle.read, handle.submit_read, view, file, layout.offset)
     return array.T if layout.fortran else array
 
 

@@ -3,9 +3,9 @@
 ``--length`` is ``short`` (in CI), ``full`` (`make stress`) or ``long`` (`make
 stress-long`).  ``@pytest.mark.amount(short=10, full=500, long=20_000)`` sets a test's
 amount for each length; 0 leaves the test out.  A test that draws random numbers uses the
-fixture ``seeds`` and runs one trial for each seed; everything in a trial is drawn from its
-seed. If a trial fails, the report says how to repeat that trial alone: ``make replay
-SEED='test_name[parameter]:12345'``.  If no single trial is to blame, it says how to repeat
+fixture ``seeds`` and runs one case for each seed; everything in a case is drawn from its
+seed. If a case fails, the report says how to repeat that case alone: ``make replay
+SEED='test_name[parameter]:12345'``.  If no single case is to blame, it says how to repeat
 all.  Counts by ``record_property`` are added up and printed at the end.
 """
 
@@ -27,8 +27,8 @@ SEED_MAX = 1 << 48
 def pytest_addoption(parser):
     group = parser.getgroup("nvmeio stress")
     group.addoption("--length", choices=TIMEOUTS_S, default="short")
-    group.addoption("--seed", type=int, help="of the first trial of each test")
-    group.addoption("--replay", metavar="TEST:SEED", help="repeat one trial of one test")
+    group.addoption("--seed", type=int, help="of the first case of each test")
+    group.addoption("--replay", metavar="TEST:SEED", help="repeat one case of one test")
 
 
 def pytest_configure(config):
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Seeds:
-    """Iterates over the seeds of a test's trials; `current` is the latest."""
+    """Iterates over the seeds of a test's cases; `current` is the latest."""
 
     def __init__(self, first, count):
         self._next = first
@@ -93,7 +93,7 @@ class Seeds:
 
     def __next__(self):
         if not self.left:
-            # Errors from here on belong to no single trial.
+            # Errors from here on belong to no single case.
             self.current = None
             raise StopIteration
         self.current = self.take(1).start
@@ -130,7 +130,7 @@ def seeds(request):
 
 
 def how_to_repeat(item, seeds):
-    """Return the option that repeats the failed trial, or all if no single one failed."""
+    """Return the option that repeats the failed case, or all if no single one failed."""
     options = item.config.option
     if options.replay or seeds.current is not None:
         seed = options.replay or f"{item.name}:{seeds.current}"

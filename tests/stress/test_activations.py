@@ -21,7 +21,7 @@ def test_gradients_are_right_or_an_error_says_why(
     folder = tmp_path / "drive"
     folder.mkdir()
     options = {"folder": str(folder), "env": env, "watchdog_s": patience_s}
-    counts = run_batch("activation_trials", seeds, seeds.left, **options)
+    counts = run_batch("activation_cases", seeds, seeds.left, **options)
     assert counts.pop(f"engine is {engine}") == 1
     fired = {kind: tally.fired for kind, tally in read_tallies(log).items()}
     assert fired["eio"] + fired["enospc"] > 0, fired

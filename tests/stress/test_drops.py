@@ -2,7 +2,7 @@
 
 import pytest
 
-from batches import run_trials
+from batches import run_cases
 from helpers import ENGINES
 
 amount = pytest.mark.amount
@@ -15,12 +15,12 @@ AMOUNTS["libaio"] = amount(short=30, full=200, long=4_000)
     "engine", [pytest.param(engine, marks=mark) for engine, mark in AMOUNTS.items()]
 )
 def test_released_memory_is_never_written_to(tmp_path, engine, seeds, record_property):
-    counts = run_trials("drop", seeds, batch=500, folder=str(tmp_path), engine=engine)
+    counts = run_cases("drop", seeds, batch=500, folder=str(tmp_path), engine=engine)
     in_flight = {way: counts[f"{way}_in_flight"] for way in ("closed", "dropped")}
     # No drop may be left out: all engines together make ten thousand.
-    assert sum(in_flight.values()) == counts["trials"]
-    assert min(in_flight.values()) > 0 or counts["trials"] == 1
-    assert counts["returned"] >= counts["trials"]
+    assert sum(in_flight.values()) == counts["cases"]
+    assert min(in_flight.values()) > 0 or counts["cases"] == 1
+    assert counts["returned"] >= counts["cases"]
     for way, count in in_flight.items():
         record_property(f"handles {way} with I/O in flight", count)
     record_property("pieces of memory checked", counts["returned"])

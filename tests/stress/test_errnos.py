@@ -1,7 +1,7 @@
 """Fail each system call of a fixed workload once: expect right bytes or an error.
 
 The workload opens a handle, writes, reads, gathers, scatters, syncs and closes, in C
-(``fixed_workload.c``) and in Python (``trials/errnos.py``).  Other workloads save
+(``fixed_workload.c``) and in Python (``cases/errnos.py``).  Other workloads save
 checkpoints or drain a folder; the old or the new one must be whole afterwards.  A seed
 selects a case of ``errnos.py``: a call, an index and an errno.  With index 3, strace fails
 the third call of that name in each thread.  Runs without faults count the calls of each
@@ -16,11 +16,11 @@ from collections import Counter
 import pytest
 
 from builds import link_program
+from cases.errnos import STATE_BYTES, STEPS_BEFORE, drained_files
 from children import TESTS, Child, need_strace, skip_sanitized
 from errnos import CHECKPOINTS, DRAINS, TRANSFERS
 from helpers import ENGINES
 from nvmeio.checkpoint import Checkpointer
-from trials.errnos import STATE_BYTES, STEPS_BEFORE, drained_files
 from workloads.checkpoints import same, state_of
 
 HANGS_AFTER_S = 10
@@ -125,7 +125,7 @@ class Checkpoints(Workload):
     name, calls = "checkpoint_steps", CHECKPOINTS
 
     def __init__(self, root, **options):
-        super().__init__(package="trials", root=str(root), **options)
+        super().__init__(package="cases", root=str(root), **options)
         self.root = root
 
     def run(self, **options):
@@ -222,7 +222,7 @@ def test_c_survives_each_errno_of_each_call(engine, fail_each, program, tmp_path
 @pytest.mark.parametrize("engine", ENGINES)
 def test_python_survives_each_errno_of_each_call(engine, fail_each, tmp_path):
     arguments = {"folder": str(tmp_path), "engine": engine}
-    fail_each(Workload(package="trials", **arguments))
+    fail_each(Workload(package="cases", **arguments))
 
 
 @pytest.mark.amount(

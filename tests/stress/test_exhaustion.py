@@ -2,7 +2,7 @@
 
 import pytest
 
-from batches import run_trials
+from batches import run_cases
 from children import as_nobody, can_fork, skip_sanitized
 from helpers import ENGINES
 
@@ -16,7 +16,7 @@ def test_a_lack_is_reported_and_work_goes_on_after_it(
     if kind == "memlock":
         skip_sanitized("lock no memory")
     tmp_path.chmod(0o777)
-    counts = run_trials(
+    counts = run_cases(
         "run_out",
         seeds,
         prefix=[] if kind == "descriptors" else as_nobody(),
@@ -30,6 +30,6 @@ def test_a_lack_is_reported_and_work_goes_on_after_it(
     record_property(f"steps without {kind} that said so", counts["refused"])
     # Without locked memory every step still works, unless a new ring needs it.
     if kind != "memlock":
-        assert counts["refused"] >= counts["trials"]
+        assert counts["refused"] >= counts["cases"]
     elif engine != "io_uring":
         assert counts["refused"] == 0

@@ -1,6 +1,6 @@
 """libFuzzer on pure functions: splitting transfers, merging records, reading headers.
 
-A trial runs a target of tests/fuzz many times: first on the inputs of its corpus, then on
+A case runs a target of tests/fuzz many times: first on the inputs of its corpus, then on
 libFuzzer's mutations of them.  An input that fails is kept in build/fuzz/found; after the
 fix it belongs in the corpus.
 """
@@ -27,7 +27,7 @@ FOUND = BUILT / "found"
 
 @dataclass(frozen=True)
 class Target:
-    """The length and inputs of a trial; the corpus covers a few more than `branches`."""
+    """The length and inputs of a case; the corpus covers a few more than `branches`."""
 
     runs: int
     input_bytes_max: int

@@ -10,7 +10,7 @@ import pytest
 
 from hostile_headers import difference, keep, mutant, read_by_nvmeio
 
-# Headers in one trial.
+# Headers in one case.
 MUTANTS = 50_000
 
 

@@ -1,7 +1,7 @@
 """Thousands of indices: arrays on disk return and assign what numpy does.
 
 The strategies are those of the ordinary tests, with every dtype, any beginning of the data
-and values that numpy broadcasts.  A trial is a run of hypothesis with its seed.
+and values that numpy broadcasts.  Each seed is a run of hypothesis.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Random operations have the results that a model predicts, on every engine and place.
 
-A trial is one place and one engine, first with O_DIRECT and then through the page cache,
+A case is one place and one engine, first with O_DIRECT and then through the page cache,
 each with a plan of `plans.OPERATIONS` operations drawn from the seed.
 """
 
@@ -19,13 +19,13 @@ AMOUNTS = {"short": 1, "full": 5, "long": 100}
 CELLS = len(ENGINES) * len(PLACES) * 2
 
 
-def run_trial(seed, place, engine, *, env=(), **options):
-    """Run a trial in a child; return the counts of both cells."""
+def run_case(seed, place, engine, *, env=(), **options):
+    """Run a case in a child; return the counts of both cells."""
     control = str(place.control) if place.control else None
     try:
         child = Child(
             "random_operations",
-            package="trials",
+            package="cases",
             seed=seed,
             folder=str(place.folder),
             place=place.name,
@@ -68,7 +68,7 @@ def check_cell(place, way, cell):
 def test_random_operations_match_the_model(place, engine, seeds, record_property):
     total = Counter()
     for seed in seeds:
-        for way, cell in run_trial(seed, place, engine).items():
+        for way, cell in run_case(seed, place, engine).items():
             check_cell(place, way, cell)
             total.update(cell["figures"])
             total.update({f"faults of {name}": n for name, n in cell["fired"].items()})
@@ -101,7 +101,7 @@ def test_random_operations_match_the_model_under_faults(
     for seed in seeds:
         log = tmp_path / str(seed)
         env = {"PYTHONPATH": str(faulty_package), **faults_in(RATES, log, seed)}
-        run_trial(seed, place, engine, errors=["EIO", "ENOSPC"], env=env)
+        run_case(seed, place, engine, errors=["EIO", "ENOSPC"], env=env)
         for kind, tally in read_tallies(log).items():
             fired[kind] += tally.fired
             expected[kind] += tally.occasions * tally.rate / 1000

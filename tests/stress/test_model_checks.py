@@ -43,10 +43,10 @@ def test_a_byte_that_is_neither_old_nor_new_is_seen(kind):
     """Bytes of a failed read may be old; those of a racing one, as in either write."""
     other = (PAGE + 100, np.full(100, 200, np.uint8))
     flight = flight_of(kind, failed=(0,), others=[other])
-    flight.memory.lent[150:160] = Guarded.CANARY
-    flight.memory.lent[160:170] = 200
+    flight.memory.buffer[150:160] = Guarded.CANARY
+    flight.memory.buffer[160:170] = 200
     assert flight.look(flight.memory.whole) == ""
-    flight.memory.lent[99] = 200
+    flight.memory.buffer[99] = 200
     assert "1 bytes are wrong, " in flight.look(flight.memory.whole)
     flight.failed = ()
     assert "11 bytes are wrong, " in flight.look(flight.memory.whole)
@@ -55,7 +55,7 @@ def test_a_byte_that_is_neither_old_nor_new_is_seen(kind):
 @pytest.mark.parametrize("kind", ["front", "back"])
 def test_the_system_cannot_write_past_a_fence(tmp_path, kind):
     memory = Memory(5000, kind, 0)
-    begin = memory.lent.ctypes.data
+    begin = memory.buffer.ctypes.data
     address = begin - 1 if kind == "front" else begin + 5000
     (tmp_path / "file").write_bytes(b"x")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -68,7 +68,7 @@ def test_the_system_cannot_write_past_a_fence(tmp_path, kind):
 
 def test_dropped_memory_is_checked_when_its_last_reference_goes():
     flight = flight_of()
-    held = flight.memory.lent
+    held = flight.memory.buffer
     flight.drop()
     gc.collect()
     assert flight.verdict == "the memory was not released"
@@ -113,11 +113,11 @@ def test_a_seed_gives_one_plan_with_all_operations(fuse):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_flipped_bit_is_found(faulty, engine, call):
-    """Flip a bit that only the library writes, in a trial that otherwise passes."""
+    """Flip a bit that only the library writes, in a case that otherwise passes."""
     (faulty / "control").touch()
     flips = Faults(faulty / "control")
     options = {"folder": str(faulty), "place": "fuse", "engine": engine, "seed": 5}
-    options |= {"package": "trials", "forks": can_fork()}
+    options |= {"package": "cases", "forks": can_fork()}
     assert len(Child("random_operations", **options).finish().report) == 2
     flips.set(**{call: {"flip": 10 * PAGE + 5}})
     done = Child("random_operations", **options).finish(check=False)

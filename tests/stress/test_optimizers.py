@@ -19,7 +19,7 @@ def test_steps_are_right_or_the_optimizer_refuses_to_go_on(
     env = {"PYTHONPATH": str(faulty_package), **faults_in(RATES, log)}
     env["NVMEIO_ENGINE"] = engine
     options = {"folder": str(tmp_path / "states"), "env": env, "watchdog_s": patience_s}
-    counts = run_batch("optimizer_trials", seeds, seeds.left, **options)
+    counts = run_batch("optimizer_cases", seeds, seeds.left, **options)
     assert counts.pop(f"engine is {engine}") == 1
     fired = {kind: tally.fired for kind, tally in read_tallies(log).items()}
     assert fired["eio"] + fired["enospc"] > 0, fired

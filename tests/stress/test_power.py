@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from builds import faults_in, read_tallies
+from cases.power import appended_row, checkpoint_state, distributed_state
 from children import Child
 from drive import PowerCuts, mounted_drive, mounted_image
 from helpers import ENGINES
 from mounts import make_image
 from nvmeio.checkpoint import Checkpointer, CheckpointError
-from trials.power import appended_row, checkpoint_state, distributed_state
 
 # torch warns if there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -195,7 +195,7 @@ LOOKS = {
 
 @dataclass
 class Found:
-    """The findings of a trial."""
+    """The findings of a case."""
 
     cuts: Counter = field(default_factory=Counter)
     log_entries: int = 0
@@ -222,7 +222,7 @@ def write_until_killed(drive, rng, reports, engine, env=(), **options):
     promised, delay_s = Promised(), rng.random() / 50
     child = Child(
         "synced_files",
-        package="trials",
+        package="cases",
         env={"NVMEIO_ENGINE": engine, **dict(env)},
         folder=str(drive.folder),
         drive=str(drive.image),
@@ -244,7 +244,7 @@ def write_until_killed(drive, rng, reports, engine, env=(), **options):
     return promised, start
 
 
-def trial(kind, seed, folder, engines, reports=None, **options):
+def run_case(kind, seed, folder, engines, reports=None, **options):
     """Write, kill, and cut the power at many moments; return the findings."""
     rng = random.Random(seed)
     engine = rng.choice([name for name in ENGINES if engines[name]["works"]])
@@ -273,13 +273,13 @@ def trial(kind, seed, folder, engines, reports=None, **options):
 
 
 def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
-    """Yield the findings of each trial, and record the sums at the end."""
+    """Yield the findings of each case, and record the sums at the end."""
     total = Counter()
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            found = trial(kind, seed, Path(folder), engines, **options)
+            found = run_case(kind, seed, Path(folder), engines, **options)
         yield found
-        total.update({"trials": 1, **found.figures()})
+        total.update({"cases": 1, **found.figures()})
     for what, count in total.items():
         record_property(what, count)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from batches import run_trials
+from batches import run_cases
+from cases.pressure import group_events
 from children import skip_sanitized
 from helpers import ENGINES, MIB
-from trials.pressure import group_events
 
 LIMIT = 160 * MIB
 POOL = 24 * MIB
@@ -24,7 +24,7 @@ def test_bytes_are_right_with_little_memory(
         {"memory.limit_in_bytes": LIMIT, "memory.oom_control": 1},
         {"memory.max": LIMIT},
     )
-    counts = run_trials(
+    counts = run_cases(
         "press",
         seeds,
         batch=20,
@@ -42,7 +42,7 @@ def test_bytes_are_right_with_little_memory(
     record_property("times that the pool had none", counts["refused"])
     assert counts["met_limit"] > 0
     assert counts["refused"] > 0
-    assert counts["bytes"] == counts["trials"] * 4 * LIMIT
+    assert counts["bytes"] == counts["cases"] * 4 * LIMIT
 
 
 @pytest.mark.parametrize(

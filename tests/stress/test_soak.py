@@ -5,9 +5,9 @@ import statistics
 import pytest
 
 from batches import run_batch
+from cases.soak import EXACT, STEPS
 from children import can_fork, sanitized, skip_sanitized
 from helpers import ENGINES
-from trials.soak import EXACT, STEPS
 
 # Rounds until everything is loaded and started once, and the heap has its size.
 WARM_UP = 20

@@ -13,7 +13,7 @@ def test_signals_to_every_thread_lose_no_operation(
 ):
     report = run_child(
         "storm",
-        package="trials",
+        package="cases",
         watchdog_s=60 + amount // 500,
         folder=str(tmp_path),
         engine=engine,
@@ -49,7 +49,7 @@ def test_every_second_call_is_interrupted_and_repeated(
     done = run_with_faults(
         "interrupted_calls",
         *faults,
-        package="trials",
+        package="cases",
         watchdog_s=60 + amount // 50,
         folder=str(tmp_path),
         engine=engine,

@@ -125,13 +125,13 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     handle = nvmeio.Handle(queue_depth=2, engine=engine)
     guarded = Guarded(size)
     # After the call only the request refers to it.
-    lent = [guarded.array[:]]
-    held = weakref.ref(lent[0])
+    arrays = [guarded.array[:]]
+    held = weakref.ref(arrays[0])
     calls = {
-        "read": lambda: handle.read(lent.pop(), file),
-        "gather": lambda: handle.gather(file, [0], size, lent.pop()),
-        "read_many": lambda: handle.read_many([(lent.pop(), file, 0)]),
-        "read_into": lambda: nvmeio.read_into(lent.pop(), file),
+        "read": lambda: handle.read(arrays.pop(), file),
+        "gather": lambda: handle.gather(file, [0], size, arrays.pop()),
+        "read_many": lambda: handle.read_many([(arrays.pop(), file, 0)]),
+        "read_into": lambda: nvmeio.read_into(arrays.pop(), file),
     }
     if way == "read_into":
         # It uses the default handle, configured by the environment.
@@ -141,7 +141,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
 
     def in_a_block():
         with nvmeio.Handle(queue_depth=2, engine=engine) as handle:
-            blocks.append((handle, handle.submit_read(lent.pop(), file)))
+            blocks.append((handle, handle.submit_read(arrays.pop(), file)))
 
     blocks = []
     calls["with"] = in_a_block

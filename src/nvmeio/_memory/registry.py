@@ -41,7 +41,7 @@ class TensorLibrary(Protocol):
     """The functions of a tensor library; nvmeio.torch._tensors documents them."""
 
     def export(self, tensor: Any, writable: bool) -> Export:
-        """Lend the memory of a tensor, or a copy; raise if it has none."""
+        """Export the memory of a tensor, or a copy; raise if it has none."""
 
     def touch(self, tensor: Any) -> None:
         """Record that a tensor's values changed."""

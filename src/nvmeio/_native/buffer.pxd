@@ -2,11 +2,11 @@ from nvmeio._native cimport dlpack
 
 
 cdef class Buffer:
-    """Bytes lent to the engine: a caller's memory, or a staging copy of it."""
+    """Bytes that the engine borrows: a caller's memory, or a staging copy of it."""
 
     cdef void *address          # contiguous; what the engine reads or writes
     cdef readonly Py_ssize_t nbytes
-    cdef readonly bint writable  # lent for a read of the file
+    cdef readonly bint writable  # for a read of the file
     cdef readonly object stage  # for a tensor on a device, with address NULL; else None
     cdef Py_buffer view         # the export, if the source has the buffer protocol
     cdef void *pooled           # the address that pool_use() counts, or NULL
@@ -28,7 +28,7 @@ cdef class Buffer:
 
 
 # Hold the memory of `source`; `writable` for a read of the file.
-cdef Buffer lend(object source, bint writable)
+cdef Buffer acquire(object source, bint writable)
 
 # Make a Buffer that only holds `source`, without its memory.
 cdef Buffer new_buffer(object source, bint writable)
@@ -41,5 +41,5 @@ cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept
 # Return the library that a tensor belongs to; raise TypeError for other objects.
 cdef object library_for(object source)
 
-# As `lend`, but never copy: return None if the bytes are not in C order in memory.
-cdef Buffer lend_in_place(object source, bint writable)
+# As `acquire`, but never copy: return None if the bytes are not in C order in memory.
+cdef Buffer acquire_in_place(object source, bint writable)

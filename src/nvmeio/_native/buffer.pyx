@@ -1,6 +1,6 @@
-"""Memory that callers lend for the duration of a request: one Buffer per array or tensor.
+"""Memory that a request borrows from its caller: one Buffer per array or tensor.
 
-This module exports memory through the buffer protocol and through torch's DLPack exchange
+This module acquires memory through the buffer protocol and through torch's DLPack exchange
 table, without a Python call for ordinary arrays and tensors.  Uncommon tensors are exported
 by their library, which registry.py finds; request.pyx does the I/O.
 """
@@ -45,10 +45,10 @@ cdef class Buffer:
     """Buffer()
 --
 
-    Bytes lent to the engine: a caller's memory, or a staging copy of it."""
+    Bytes that the engine borrows: a caller's memory, or a staging copy of it."""
 
     def __init__(self):
-        raise TypeError("a Buffer is made by lending an array or a tensor to a request")
+        raise TypeError("a Buffer is made when an array or a tensor is passed to a request")
 
     def __dealloc__(self):
         self.release()
@@ -92,7 +92,7 @@ cdef class Buffer:
         return 0
 
 
-cdef Buffer lend(object source, bint writable):
+cdef Buffer acquire(object source, bint writable):
     """Hold the memory of ``source`` until Buffer.release().
 
     This does not protect against a caller that frees the memory anyway while a request uses
@@ -103,19 +103,19 @@ cdef Buffer lend(object source, bint writable):
         return source
     buffer = new_buffer(source, writable)
     if PyObject_CheckBuffer(source):
-        if not lend_view(buffer):
+        if not acquire_view(buffer):
             stage_view(buffer)
-    elif not lend_tensor(buffer, library_for(source)):
-        lend_export(buffer, library_for(source).export(source, writable))
+    elif not acquire_tensor(buffer, library_for(source)):
+        acquire_export(buffer, library_for(source).export(source, writable))
     return buffer
 
 
-cdef Buffer lend_in_place(object source, bint writable):
-    """As ``lend``, but return None if that needs a copy or the tensor's library."""
+cdef Buffer acquire_in_place(object source, bint writable):
+    """As ``acquire``, but return None if that needs a copy or the tensor's library."""
     cdef Buffer buffer = new_buffer(source, writable)
     if PyObject_CheckBuffer(source):
-        return buffer if lend_view(buffer) else None
-    return buffer if lend_tensor(buffer, library_for(source)) else None
+        return buffer if acquire_view(buffer) else None
+    return buffer if acquire_tensor(buffer, library_for(source)) else None
 
 
 cdef Buffer new_buffer(object source, bint writable):
@@ -126,12 +126,12 @@ cdef Buffer new_buffer(object source, bint writable):
 
 
 def borrow(source, *, writable):
-    """Call ``lend`` for Python code.  The request that gets the Buffer releases it."""
-    return lend(source, writable)
+    """Call ``acquire`` for Python code.  The request that gets the Buffer releases it."""
+    return acquire(source, writable)
 
 
-cdef bint lend_view(Buffer buffer) except -1:
-    """Lend through the buffer protocol; the view is held until release.
+cdef bint acquire_view(Buffer buffer) except -1:
+    """Acquire through the buffer protocol; the view is held until release.
 
     Return False, with the view held, if its bytes are not in C order.
     """
@@ -321,8 +321,8 @@ cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
     return not (tensor.dtype.code == dlpack.CODE_COMPLEX and source.is_conj())
 
 
-cdef bint lend_tensor(Buffer buffer, object library) except -1:
-    """Lend an ordinary tensor; return False, and change nothing, for any other."""
+cdef bint acquire_tensor(Buffer buffer, object library) except -1:
+    """Acquire an ordinary tensor; return False, and change nothing, for any other."""
     cdef dlpack.Tensor tensor
     source = buffer.source
     if not borrow_tensor(source, &tensor):
@@ -363,8 +363,8 @@ cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept:
     return count
 
 
-cdef int lend_export(Buffer buffer, object export) except -1:
-    """Lend the memory that the tensor's library exported."""
+cdef int acquire_export(Buffer buffer, object export) except -1:
+    """Acquire the memory that the tensor's library exported."""
     buffer.address = <void *> <uintptr_t> export.address
     buffer.nbytes = export.nbytes
     buffer.owner = export.owner

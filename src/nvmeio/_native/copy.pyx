@@ -22,8 +22,8 @@ from nvmeio._native.buffer cimport (
     Buffer,
     borrow_tensor,
     count_bytes,
-    lend,
-    lend_in_place,
+    acquire,
+    acquire_in_place,
     library_for,
 )
 from nvmeio._native.settings cimport apply_settings, threads_max
@@ -104,13 +104,13 @@ def memcpy(dest, src, *, threads=None) -> None:
     if copy_arrays(dest, src, team) or copy_tensors(dest, src, team):
         return
     check_dtypes(dest, src)
-    target = lend_in_place(dest, True)
-    source = lend_in_place(src, False)
+    target = acquire_in_place(dest, True)
+    source = acquire_in_place(src, False)
     if target is None or source is None:
         if copy_strided(dest, src):
             return
-        target = lend(dest, True) if target is None else target
-        source = lend(src, False) if source is None else source
+        target = acquire(dest, True) if target is None else target
+        source = acquire(src, False) if source is None else source
     check_sizes(target.nbytes, source.nbytes)
     if target.stage is not None or source.stage is not None:
         copy_by_host(dest, src, target.stage is not None)
@@ -264,8 +264,8 @@ cdef bint copy_strided(object dest, object src) except -1:
     """Copy with numpy or the tensors' library; return False if they share none."""
     if isinstance(dest, _ndarray) and isinstance(src, _ndarray):
         check_sizes(dest.nbytes, src.nbytes)
-        # lend() raises the right error for masked arrays, arrays of objects, and arrays
-        # that overlap themselves.
+        # acquire() raises the right error for masked arrays, arrays of objects, and
+        # arrays that overlap themselves.
         if type(dest) is not _ndarray or type(src) is not _ndarray or dest.dtype.hasobject:
             return False
         if dest.size > 0 and may_overlap(dest.shape, dest.strides, dest.itemsize):

@@ -21,7 +21,7 @@ from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_failure, nvmeio_file
 from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_handle, nvmeio_op, nvmeio_outcome
 from nvmeio.libnvmeio cimport nvmeio_request
-from nvmeio._native.buffer cimport Buffer, lend, library_for, new_buffer
+from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
@@ -130,25 +130,25 @@ cdef class GatherRequest(Request):
 
     cdef object take_memory(self, object memory):
         """Hold the memory; or make, hold and return a copy in host memory."""
-        cdef Buffer lent
+        cdef Buffer held
         self.by_address = self.op == OP_READ and isinstance(memory, NewBytes)
         if self.by_address:
             # It has no address, and only keeps the objects alive.
             self.buffer = new_buffer(memory, True)
             return None
         try:
-            lent = lend(memory, self.op == OP_READ)
+            held = acquire(memory, self.op == OP_READ)
         except TypeError:
             refuse_path(memory)
             raise
         host = None
-        self.is_copied = lent.nbytes > 0 and not lent.is_in_place()
-        if lent.stage is not None or (self.op == OP_READ and self.is_copied):
+        self.is_copied = held.nbytes > 0 and not held.is_in_place()
+        if held.stage is not None or (self.op == OP_READ and self.is_copied):
             # Copy the contents too, because a record may be only part of an element.
             host = host_copy(memory)
-            lent.release()
-            lent = lend(host, self.op == OP_READ)
-        self.buffer = lent
+            held.release()
+            held = acquire(host, self.op == OP_READ)
+        self.buffer = held
         return host
 
     cdef int check_records(self) except -1:
@@ -375,7 +375,7 @@ def _bring_back(memory, host, nbytes, sizes, places, source):
 
 cdef object bytes_of(object host):
     """Return the bytes of memory in C order.  The caller must keep the memory alive."""
-    cdef Buffer buffer = lend(host, True)
+    cdef Buffer buffer = acquire(host, True)
     if buffer.nbytes == 0:
         return memoryview(bytearray())
     return PyMemoryView_FromMemory(<char *> buffer.address, buffer.nbytes, PyBUF_WRITE)

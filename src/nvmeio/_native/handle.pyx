@@ -14,7 +14,7 @@ from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._native.arguments cimport deadline_ns, file_position
-from nvmeio._native.buffer cimport Buffer, lend
+from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.file cimport File, direct_option
 from nvmeio._native.gather cimport GatherRequest, new_gather
 from nvmeio._native.many cimport ManyRequest, new_many
@@ -1092,46 +1092,47 @@ cdef class Handle:
         bint waited_for, object after
     ):
         cdef int64_t position = file_position("offset", offset)
-        cdef Buffer lent
+        cdef Buffer held
         cdef Request request
         cdef File opened
         self.require_open()
-        # Lend the memory before opening the file, because an error must not leave an empty
-        # file behind.
+        # Acquire the memory before opening the file, because an error must not leave an
+        # empty file behind.
         try:
-            lent = lend(buffer, op == OP_READ)
+            held = acquire(buffer, op == OP_READ)
         except TypeError:
             refuse_missing(buffer=buffer)
             refuse_path(buffer)
             raise
-        if position > INT64_MAX - lent.nbytes:
+        if position > INT64_MAX - held.nbytes:
             raise ValueError(
-                f"offset is {position} for {lent.nbytes} bytes; together they must not be "
+                f"offset is {position} for {held.nbytes} bytes; together they must not be "
                 "beyond 2**63 - 1"
             )
-        ragged = (position | lent.nbytes) & PAGE_MASK != 0
+        ragged = (position | held.nbytes) & PAGE_MASK != 0
         if isinstance(file, File) and not ragged:
             opened = file
         else:
             opened = self.files.find(file, op == OP_WRITE, ragged)
-        if lent.stage is None:
-            request = new_request(op, lent, opened, position, validate)
+        if held.stage is None:
+            request = new_request(op, held, opened, position, validate)
         else:
-            request = new_staged(op, lent, opened, position, validate)
+            request = new_staged(op, held, opened, position, validate)
         return self.launch(request, waited_for, after)
 
     cdef Request begin_many(self, nvmeio_op op, object items, object after):
         cdef ManyRequest request
-        cdef Buffer lent
+        cdef Buffer held
         cdef Py_ssize_t index
         self.require_open()
-        # Lend all memory before opening files, because an error must not leave empty files.
+        # Acquire all memory before opening files, because an error must not leave empty
+        # files behind.
         request = new_many(op, items)
         # Look up each path once per call: that takes 1.5 us (2026-11-23).
         found = {}
         for index in range(len(request.buffers)):
-            lent = request.buffers[index]
-            ragged = (<int64_t> request.offsets[index] | lent.nbytes) & PAGE_MASK != 0
+            held = request.buffers[index]
+            ragged = (<int64_t> request.offsets[index] | held.nbytes) & PAGE_MASK != 0
             file = request.files[index]
             if isinstance(file, File) and not ragged:
                 continue

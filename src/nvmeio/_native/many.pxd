@@ -13,7 +13,8 @@ cdef class ManyRequest(Request):
 
     cdef Buffer borrow(self, Py_ssize_t index, object memory)
 
-    # Lend the memory of an item, add it and its file to the lists, and return its offset.
+    # Acquire the memory of an item, add it and its file to the lists, and return its
+    # offset.
     cdef object add(self, Py_ssize_t index, object item)
 
 

@@ -16,7 +16,7 @@ from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_file, nvmeio_handle, nvmeio_many
 from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome, nvmeio_transfer
 from nvmeio._native.arguments cimport file_position
-from nvmeio._native.buffer cimport Buffer, lend, library_for
+from nvmeio._native.buffer cimport Buffer, acquire, library_for
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport error_of_parts, raise_refused, verb_of
 from nvmeio._native.gather cimport failures_of
@@ -46,40 +46,40 @@ cdef class ManyRequest(Request):
             position = offset
         else:
             position = file_position(f"items[{index}], offset", offset)
-        lent = self.borrow(index, buffer)
-        if position > INT64_MAX - lent.nbytes:
+        held = self.borrow(index, buffer)
+        if position > INT64_MAX - held.nbytes:
             raise ValueError(
-                f"items[{index}]: the offset is {position} for {lent.nbytes} bytes; "
+                f"items[{index}]: the offset is {position} for {held.nbytes} bytes; "
                 "together they must not be beyond 2**63 - 1"
             )
-        self.buffers.append(lent)
+        self.buffers.append(held)
         self.files.append(file)
-        self.nbytes += lent.nbytes
+        self.nbytes += held.nbytes
         return position
 
     cdef Buffer borrow(self, Py_ssize_t index, object memory):
         """Hold an item's memory, or a copy in host memory."""
-        cdef Buffer lent
+        cdef Buffer held
         try:
-            lent = lend(memory, self.op == OP_READ)
+            held = acquire(memory, self.op == OP_READ)
         except (TypeError, ValueError) as error:
             try:
                 refuse_path(memory)
             except TypeError as swapped:
                 error = swapped
             raise type(error)(f"items[{index}]: {error}") from error
-        if lent.stage is not None:
+        if held.stage is not None:
             host = library_for(memory).host_like(memory)
-            lent.release()
+            held.release()
             if self.op != OP_READ:
                 memcpy(host, memory)
-            lent = lend(host, self.op == OP_READ)
+            held = acquire(host, self.op == OP_READ)
             self.is_copied = True
             if self.op == OP_READ:
-                lent.landing = functools.partial(_bring_back, memory, host)
-        elif lent.nbytes > 0 and not lent.is_in_place():
+                held.landing = functools.partial(_bring_back, memory, host)
+        elif held.nbytes > 0 and not held.is_in_place():
             self.is_copied = True
-        return lent
+        return held
 
     cdef int submit(
         self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender

@@ -12,7 +12,7 @@ from libc.stdint cimport int64_t
 
 from nvmeio.libnvmeio cimport OP_READ, OP_WRITE, fork_generation, nvmeio_handle
 from nvmeio.libnvmeio cimport nvmeio_op
-from nvmeio._native.buffer cimport Buffer, lend
+from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
 from nvmeio._native.errors cimport words_of
@@ -114,7 +114,7 @@ cdef class StagedRequest(Request):
         memory = stage.host(index) if self.op == OP_READ else stage.fetch(index)
         part = new_request(
             self.op,
-            lend(memory, self.op == OP_READ),
+            acquire(memory, self.op == OP_READ),
             self.file,
             self.offset + <int64_t> stage.pieces[index][0],
             self.validate,

@@ -1,8 +1,8 @@
 """The operations on tensors that need torch.
 
-buffer.pyx lends ordinary CPU tensors by itself.  This module lends all others (strided,
-lazy, on a device, or of a torch without DLPack's C table), raises the errors for those that
-cannot be lent, and makes tensors in memory of the pool.
+buffer.pyx acquires ordinary CPU tensors by itself.  This module exports all others
+(strided, lazy, on a device, or of a torch without DLPack's C table), raises the errors for
+those that cannot be exported, and makes tensors in memory of the pool.
 """
 
 import operator
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def export(tensor: torch.Tensor, writable: bool) -> Export:
-    """Lend the memory of a tensor; raise TypeError if it has none."""
+    """Export the memory of a tensor; raise TypeError if it has none."""
     with plain_mode(tensor):
         _check_kind(tensor)
         if writable:
@@ -52,7 +52,7 @@ def export(tensor: torch.Tensor, writable: bool) -> Export:
 
 
 def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
-    """Lend a contiguous copy of a strided or lazy tensor; after a read, copy it back."""
+    """Export a contiguous copy of a strided or lazy tensor; after a read, copy it back."""
     dense = tensor.detach()
     if not writable:
         staging = opaque(dense.resolve_conj().resolve_neg()).contiguous()
@@ -60,7 +60,7 @@ def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
     staging = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
 
     def landing(_: torch.Tensor) -> None:
-        # Into the memory that was lent: the tensor may have another storage by now.
+        # Into the memory at submission: the tensor may have another storage by now.
         copy_bits(dense, staging)
 
     return Export(staging.data_ptr(), tensor.nbytes, origin, staging, landing)

@@ -10,8 +10,8 @@ import numpy as np
 import nvmeio
 from helpers import PAGE, Guarded
 
-# Where the lent bytes are: at either fence, between the two, as every other byte, or in the
-# pool, which has no fences.
+# Where the borrowed bytes are: at either fence, between the two, as every other byte, or in
+# the pool, which has no fences.
 KINDS = ("front", "back", "floating", "strided", "pool")
 
 PROT_NONE = 0
@@ -65,9 +65,10 @@ class Field:
 
 
 class Memory:
-    """Memory to lend: transfers get `lent`; all of `whole` is watched.
+    """Memory for a transfer, which gets `buffer`; all of `whole` is watched.
 
-    `expected` is what `lent` should hold at the end: canaries until the caller changes it.
+    `expected` is what `buffer` should hold at the end: canaries until the caller changes
+    it.
     """
 
     def __init__(self, size, kind, residue):
@@ -83,16 +84,16 @@ class Memory:
         begin = {"front": 0, "back": len(self.whole) - extent}.get(kind, residue)
         self.part = slice(begin, begin + extent, 2 if kind == "strided" else 1)
         self.whole[:] = Guarded.CANARY
-        self.lent = self.whole[self.part]
+        self.buffer = self.whole[self.part]
         self.expected_whole = self.whole.copy()
         self.expected = self.expected_whole[self.part]
 
     def fill(self, content):
         """Fill it with bytes, which must stay."""
-        self.lent[:] = content
+        self.buffer[:] = content
         self.expected[:] = content
 
     def leave(self, parting):
         """Release the memory but keep `expected`; `parting` sees the bytes last."""
         self.field.parting = parting
-        self.field = self.whole = self.lent = None
+        self.field = self.whole = self.buffer = None

@@ -136,23 +136,23 @@ class InFlight:
         right = whole == self.memory.expected_whole
         if right.all():
             return ""
-        lent, fine = whole[self.memory.part], right[self.memory.part]
+        buffer, fine = whole[self.memory.part], right[self.memory.part]
         records = self.transfer.records
         for index in self.failed if self.transfer.op == "read" else ():
             _, place, size = records[index]
-            fine[place : place + size] |= lent[place : place + size] == Guarded.CANARY
+            fine[place : place + size] |= buffer[place : place + size] == Guarded.CANARY
         for offset, content in self.others:
             for begin, place, size in records:
                 low, high = overlap(begin, begin + size, offset, offset + len(content))
                 if low < high:
                     part = slice(place + low - begin, place + high - begin)
-                    fine[part] |= lent[part] == content[low - offset : high - offset]
+                    fine[part] |= buffer[part] == content[low - offset : high - offset]
         wrong = np.flatnonzero(~right)
         if not len(wrong):
             return ""
         return (
             f"{len(wrong)} bytes are wrong, {wrong[0]} to {wrong[-1]} of {len(whole)}, of "
-            f"which {self.memory.part} were lent; {whole[wrong[:8]]} in place of "
+            f"which {self.memory.part} were borrowed; {whole[wrong[:8]]} in place of "
             f"{self.memory.expected_whole[wrong[:8]]}"
         )
 

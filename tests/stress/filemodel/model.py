@@ -107,7 +107,7 @@ class FileModel:
         return any(other.meets(transfer) for other in waited)
 
     def prepare(self, transfer, named):
-        """Lend memory; record what it and the file should hold at the end."""
+        """Make the memory; record what it and the file should hold at the end."""
         memory = Memory(transfer.span, *transfer.memory)
         regimes = self.world.regimes()
         flight = InFlight(transfer, named, memory, regimes, self.world.regime)
@@ -154,25 +154,25 @@ class FileModel:
 
     def submit(self, flight):
         """Submit a transfer by its API; return its request, if there is one."""
-        transfer, lent, named = flight.transfer, flight.memory.lent, flight.named
+        transfer, buffer, named = flight.transfer, flight.memory.buffer, flight.named
         if transfer.many:
-            return self.submit_many(transfer, lent, named)
+            return self.submit_many(transfer, buffer, named)
         ((offset, _, _),) = transfer.records
         if transfer.way == "request":
-            return getattr(self.handle, f"submit_{transfer.op}")(lent, named, offset)
+            return getattr(self.handle, f"submit_{transfer.op}")(buffer, named, offset)
         if transfer.way == "async":
-            assert getattr(self.op, f"async_p{transfer.op}")(lent, named, offset) == 0
+            assert getattr(self.op, f"async_p{transfer.op}")(buffer, named, offset) == 0
             return None
         # The comparison of `validate` does not retry passing errors.
         passing = self.world.regime is not None and self.world.regime.passes
         if transfer.way == "validate" and not passing:
             call = getattr(self.op, f"p{transfer.op}")
-            assert call(lent, named, True, False, offset) == 1
+            assert call(buffer, named, True, False, offset) == 1
         else:
-            assert getattr(self.handle, transfer.op)(lent, named, offset) == transfer.span
+            assert getattr(self.handle, transfer.op)(buffer, named, offset) == transfer.span
         return None
 
-    def submit_many(self, transfer, lent, named):
+    def submit_many(self, transfer, buffer, named):
         offsets, places, sizes = np.array(transfer.records, np.int64).reshape(-1, 3).T
         reading = transfer.op == "read"
         options = {"max_gap": transfer.max_gap} if reading else {}
@@ -181,9 +181,9 @@ class FileModel:
         name = "gather" if reading else "scatter"
         if transfer.way == "request":
             submit = getattr(self.handle, f"submit_{name}")
-            return submit(named, offsets, sizes, lent, **options)
+            return submit(named, offsets, sizes, buffer, **options)
         call = getattr(self.handle, name)
-        assert call(named, offsets, sizes, lent, **options) == sizes.sum()
+        assert call(named, offsets, sizes, buffer, **options) == sizes.sum()
         return None
 
     def fail_past_end(self, transfer):
@@ -192,11 +192,11 @@ class FileModel:
         named = self.files[transfer.file]
         flight = InFlight(transfer, named, memory, self.world.regimes())
         if transfer.many:
-            number = number_of(lambda: self.submit_many(transfer, memory.lent, named))
+            number = number_of(lambda: self.submit_many(transfer, memory.buffer, named))
             assert number == errno.ENODATA, f"{number}: {transfer}"
         else:
             ((offset, _, _),) = transfer.records
-            number = number_of(lambda: self.handle.read(memory.lent, named, offset))
+            number = number_of(lambda: self.handle.read(memory.buffer, named, offset))
             assert number in {errno.ENODATA, *flight.errors()}, f"{number}: {transfer}"
         assert not flight.look(memory.whole)
         self.world.figures["past the end"] += 1

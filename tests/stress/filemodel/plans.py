@@ -1,4 +1,4 @@
-"""Draw the steps of a trial of the model from its seed, before any of them runs.
+"""Draw the steps of a case of the model from its seed, before any of them runs.
 
 Plans depend on no file and no clock, so a seed always gives the same plan.  Sizes of files
 assume that every step succeeds.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from filemodel.fences import KINDS
 from helpers import MIB, PAGE
 
-# How often a trial of one cell of the matrix runs each kind of operation.
+# How often a case of one cell of the matrix runs each kind of operation.
 DECK = Counter(
     read=58,
     write=48,
@@ -42,7 +42,7 @@ LOOKS = {0.25: "wait_one", 0.40: "poll", 0.46: "wait", 0.49: "check", 0.54: "reo
 
 WAYS = ("sync", "validate", "async", "async", "request", "request", "request")
 
-# Faults of FUSE; a trial sets each once.  Passing errors must not be noticed.
+# Faults of FUSE; a case sets each once.  Passing errors must not be noticed.
 PASSING = (errno.EINTR, errno.EAGAIN)
 REGIMES = (
     ("read", "error"),
@@ -328,7 +328,7 @@ class Draw:
 
 
 def draw(rng, *, limit, direct, fuse):
-    """Draw the options of the first handle, and all steps of a trial."""
+    """Draw the options of the first handle, and all steps of a case."""
     plan = Draw(rng, limit, direct, fuse)
     options = plan.options()
     regimes = list(REGIMES) if fuse else []

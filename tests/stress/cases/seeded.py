@@ -1,12 +1,12 @@
-"""Run trials one after the other, each with its own random numbers."""
+"""Run cases one after the other, each with its own random numbers."""
 
 import random
 
 from workloads.common import report
 
 
-def each_trial(first, count):
-    """Yield the random numbers of each trial; report each seed to the parent.
+def each_case(first, count):
+    """Yield the random numbers of each case; report each seed to the parent.
 
     The arguments are the first seed and the count, because a list of thousands is too long
     for a command line.

@@ -16,8 +16,8 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import Guarded
-from trials.seeded import each_trial
 from workloads.common import (
     descriptor_count,
     errors_of,
@@ -211,7 +211,7 @@ def soak(
     after = count - warm_up
     at = {warm_up + after * (number + 1) // looks for number in range(looks)}
     held, threads = [], None
-    for number, draw in enumerate(each_trial(first, count), 1):
+    for number, draw in enumerate(each_case(first, count), 1):
         this = Round(draw, folder, engine, data)
         for step in draw.sample(steps, len(steps)):
             getattr(this, step)()

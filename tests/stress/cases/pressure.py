@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import MIB, PAGE
-from trials.seeded import each_trial
 from workloads.common import report
 
 
@@ -115,7 +115,7 @@ def hog(most, over):
 def press(first, count, folder, engine, file_bytes, pool_bytes):
     """Move files with and without the page cache, while the pool is filled."""
     counts = {"met_limit": 0, "refused": 0, "bytes": 0}
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         before = group_events()
         mover = Mover(draw, folder, engine, file_bytes)
         over = threading.Event()

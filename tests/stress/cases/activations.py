@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch
 
 import nvmeio
+from cases.seeded import each_case
 from nvmeio.torch import save_on_disk
 from nvmeio.torch._offload import slots as _slots
-from trials.seeded import each_trial
 from workloads.activations import same_bits
 from workloads.common import report
 
@@ -55,11 +55,11 @@ def step(draw, context):
     return [loss, *grads]
 
 
-def activation_trials(first, count, folder):
+def activation_cases(first, count, folder):
     """Take steps; expect the right gradients, or an error that names the folder."""
     torch.set_num_threads(1)
     counts = Counter()
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         state = draw.getstate()
         expected = step(draw, nullcontext())
         draw.setstate(state)

@@ -263,7 +263,7 @@ def try_cell(seed, folder, place, engine, direct, errors, control, forks):
 
 
 def random_operations(seed, folder, place, engine, errors=(), control=None, forks=True):
-    """Run a trial in both cells of a place and an engine; report counts.
+    """Run a case in both cells of a place and an engine; report counts.
 
     `errors` are names of errnos that the test build may return at any time.  `control` is
     the file that sets the faults of FUSE.  Without `forks` the same steps are drawn, but

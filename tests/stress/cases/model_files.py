@@ -11,11 +11,11 @@ import safetensors.torch as theirs
 
 import nvmeio
 import nvmeio.safetensors.torch as model_files
+from cases.seeded import each_case
 from helpers import MIB
 from model_samples import bits_of, bits_of_all, filled, in_flight
 from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import load_sharded, safe_open, save_sharded
-from trials.seeded import each_trial
 from workloads.common import report
 
 EXPECTED = (errno.EIO, errno.ENOSPC)
@@ -43,7 +43,7 @@ def files_below(folder):
     }
 
 
-class Trial:
+class Case:
     """One model in a folder: as one file, and in shards."""
 
     def __init__(self, draw, folder):
@@ -173,16 +173,16 @@ class Trial:
                 assert bits_of(found[name]) == bits_of(tensor), name
 
 
-def model_trials(first, count, folder):
+def model_cases(first, count, folder):
     """Save and load models."""
-    trials = {}
-    for number, draw in enumerate(each_trial(first, count)):
-        trial = trials.setdefault(number % 2, Trial(draw, Path(folder) / str(number % 2)))
-        trial.draw, tensors = draw, drawn_tensors(draw)
-        trial.save(tensors)
-        trial.save_shards(tensors)
-        trial.save_step(tensors)
-        trial.load(tensors)
-    counts = sum((trial.counts for trial in trials.values()), Counter())
+    cases = {}
+    for number, draw in enumerate(each_case(first, count)):
+        case = cases.setdefault(number % 2, Case(draw, Path(folder) / str(number % 2)))
+        case.draw, tensors = draw, drawn_tensors(draw)
+        case.save(tensors)
+        case.save_shards(tensors)
+        case.save_step(tensors)
+        case.load(tensors)
+    counts = sum((case.counts for case in cases.values()), Counter())
     counts["engine is " + nvmeio.default_handle().stats()["engine"]] += 1
     report(counts)

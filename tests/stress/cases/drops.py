@@ -1,7 +1,7 @@
 """Drop every reference in random order while I/O is in flight.
 
-The lent memory is in an arena that stays mapped.  When the last reference to a piece goes,
-the piece is checked (all bytes must have arrived) and filled with canaries, which show if a
+The memory is in an arena that stays mapped.  When the last reference to a piece goes, the
+piece is checked (all bytes must have arrived) and filled with canaries, which show if a
 device writes to it later.
 """
 
@@ -17,8 +17,8 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import PAGE, Guarded, pattern
-from trials.seeded import each_trial
 from workloads.common import make_file, report
 
 PIECE = 256 << 10
@@ -27,7 +27,7 @@ SIZES = (512, PAGE, 65536, 65536 + 1, 200_000, PIECE)
 REQUESTS = 8
 
 
-class Lent(np.ndarray):
+class Tracked(np.ndarray):
     """An array that supports weak references, to notice when its last reference goes."""
 
 
@@ -48,7 +48,7 @@ class Arena:
         self.wrong = []
         self.returned = 0
 
-    def lend(self, size, skew, judge, content=None):
+    def allocate(self, size, skew, judge, content=None):
         """Return an array; `judge` gets its bytes when the last reference goes."""
         number = self.free.pop(0)
         whole = self.memory[number * PIECE : (number + 1) * PIECE]
@@ -57,7 +57,7 @@ class Arena:
         piece = whole[begin : begin + size]
         if content is not None:
             piece[:] = content
-        array = piece.view(Lent)
+        array = piece.view(Tracked)
         weakref.finalize(array, self.take_back, number, begin, size, judge)
         return array
 
@@ -67,7 +67,7 @@ class Arena:
         complaint = judge(whole[begin : begin + size])
         whole[begin : begin + size] = Guarded.CANARY
         if not is_untouched(whole):
-            complaint = "bytes round the lent memory were overwritten"
+            complaint = "bytes round the borrowed memory were overwritten"
             whole[:] = Guarded.CANARY
         if complaint:
             self.wrong.append(complaint)
@@ -85,7 +85,7 @@ class Arena:
         assert is_untouched(self.memory), "written to after it was let go of"
 
 
-class Trial:
+class Case:
     """A handle, a file and some requests, dropped in random order."""
 
     def __init__(self, draw, arena, path, data, engine, counts):
@@ -124,7 +124,7 @@ class Trial:
             begin = self.draw.randrange(len(self.data) - size)
             begin -= self.draw.choice((0, begin % PAGE))
             expected = self.data[begin : begin + size]
-            array = self.arena.lend(size, skew, self.judge_read(number, expected))
+            array = self.arena.allocate(size, skew, self.judge_read(number, expected))
             request = self.handle.submit_read(array, self.source, begin)
             if way == "unheld":
                 request = None
@@ -147,7 +147,7 @@ class Trial:
         begin = number * PIECE + self.draw.choice((0, 0, 100))
         size = min(size, (number + 1) * PIECE - begin)
         content = content[:size]
-        array = self.arena.lend(size, skew, lambda found: None, content)
+        array = self.arena.allocate(size, skew, lambda found: None, content)
         self.written.append((number, begin, content))
         return array, self.handle.submit_write(array, self.target, begin)
 
@@ -156,7 +156,7 @@ class Trial:
         offsets = np.array([self.draw.randrange(500) * 1000 for _ in range(count)])
         index = (offsets[:, None] + np.arange(1000)).ravel()
         judge = self.judge_read(number, self.data[index])
-        array = self.arena.lend(count * 1000, skew, judge)
+        array = self.arena.allocate(count * 1000, skew, judge)
         return array, self.handle.submit_gather(self.source, offsets, 1000, array)
 
     def drop_all(self):
@@ -195,7 +195,7 @@ class Trial:
             # page cache may arrive before the caller can look.
             begin = self.more.randrange((len(self.data) - PIECE) // PAGE) * PAGE
             expected = self.data[begin : begin + PIECE]
-            array = self.arena.lend(PIECE, 0, self.judge_read(number, expected))
+            array = self.arena.allocate(PIECE, 0, self.judge_read(number, expected))
             started.append((array, self.handle.submit_read(array, self.path, begin)))
             array = None
         if at_once:
@@ -257,15 +257,15 @@ def drop(first, count, folder, engine):
     arena = Arena()
     # Objects that exist now are no garbage; the collector need not scan them each time.
     gc.freeze()
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         with open(f"{path}-target", "wb") as file:
             file.truncate(REQUESTS * PIECE)
-        trial = Trial(draw, arena, path, data, engine, counts)
+        case = Case(draw, arena, path, data, engine, counts)
         for number in range(draw.randint(1, REQUESTS)):
-            trial.start(number)
-        trial.drop_all()
+            case.start(number)
+        case.drop_all()
         gc.collect()
-        trial.check_written(path)
+        case.check_written(path)
         arena.check()
     time.sleep(0.1)
     arena.check()

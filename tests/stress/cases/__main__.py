@@ -1,4 +1,4 @@
-"""Call the trial that the command line names."""
+"""Call the case that the command line names."""
 
 from pathlib import Path
 
@@ -7,4 +7,4 @@ from workloads.__main__ import main
 SUBJECTS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 
 if __name__ == "__main__":
-    main("trials", SUBJECTS)
+    main("cases", SUBJECTS)

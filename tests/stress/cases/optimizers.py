@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nvmeio.torch
-from trials.seeded import each_trial
+from cases.seeded import each_case
 from workloads.common import report
 from workloads.optimizers import FORMS, KINDS, equal, state_equal, supports
 
@@ -20,7 +20,7 @@ STEPS = 6
 ELEMENTS_MAX = 300_000
 
 
-class Trial:
+class Case:
     """An ordinary optimizer and an offloaded one, with equal parameters."""
 
     def __init__(self, draw, folder, counts):
@@ -197,12 +197,12 @@ class Trial:
         assert not list(self.folder.glob("unfinished-step"))
 
 
-def optimizer_trials(first, count, folder):
+def optimizer_cases(first, count, folder):
     """Take steps with optimizers."""
     torch.set_num_threads(1)
     counts = Counter()
-    for draw in each_trial(first, count):
-        trial = Trial(draw, Path(folder), counts)
-        trial.run()
-    counts["engine is " + trial.engine] += 1
+    for draw in each_case(first, count):
+        case = Case(draw, Path(folder), counts)
+        case.run()
+    counts["engine is " + case.engine] += 1
     report(counts)

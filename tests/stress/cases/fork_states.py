@@ -16,8 +16,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import Guarded
-from trials.seeded import each_trial
 from workloads.common import Faults, descriptor_count, make_file, read_checked, report
 from workloads.forks import fork, join, use_handle
 
@@ -329,7 +329,7 @@ def fork_in_states(first, count, folder, control, other, engine):
     """Go through all states in random order, with eight children in each."""
     counts = dict.fromkeys([state.__name__ for state in STATES], 0)
     held = 0
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         states = [state for state in STATES if engine == "io_uring" or state is not dead]
         for state in draw.sample(states, len(states)):
             scene = Scene(draw, folder, control, engine)

@@ -1,6 +1,6 @@
 """Work while descriptors, threads or locked memory run out and come back.
 
-A trial runs steps in random order under changing limits: each step succeeds with the right
+A case runs steps in random order under changing limits: each step succeeds with the right
 bytes, or reports what has run out.  Then the limits are lifted, and every step succeeds
 with the same handle.
 """
@@ -17,8 +17,8 @@ import time
 import numpy as np
 
 import nvmeio
+from cases.seeded import each_case
 from helpers import MIB, Guarded
-from trials.seeded import each_trial
 from workloads.common import (
     gather_checked,
     make_file,
@@ -293,12 +293,12 @@ def run_out(first, count, folder, engine, kind, forks):
     scarcity = KINDS[kind]()
     lift(scarcity)
     counts = {"went_well": 0, "refused": 0}
-    # Start what is started once, such as the team that copies, before any trial.
+    # Start what is started once, such as the team that copies, before any case.
     warm_up = Scene(random.Random(0), folder, engine, scarcity, forks)
     for step in STEPS:
         step(warm_up)
     warm_up.close()
-    for draw in each_trial(first, count):
+    for draw in each_case(first, count):
         descriptors, threads = open_descriptors(), thread_count()
         scene = Scene(draw, folder, engine, scarcity, forks)
         for number in range(3):

@@ -1,0 +1,1 @@
+"""The children of the stress tests; ``python -m cases NAME ARGUMENTS``."""

@@ -1,1 +1,0 @@
-"""The children of the stress tests; ``python -m trials NAME ARGUMENTS``."""
