@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from loop_child import LoopChild, Turn, loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
 from peers import Peers, fio, huge_pages
-from report import finish
+from report import finish, size_name
 
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
@@ -301,6 +302,9 @@ def all_comparisons(
 def main() -> None:
     """Measure and report. The results never change the exit status."""
     options = arguments(__doc__, ("4G", "256M"), (10, 2), groups=GROUPS, loop_rounds=True)
+    if options.size < ROWS * ROW_BYTES:
+        least = size_name(ROWS * ROW_BYTES)
+        sys.exit(f"--size is {options.size} bytes; it must be at least {least}")
     peers = Peers()
     with contextlib.ExitStack() as stack:
         has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))

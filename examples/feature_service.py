@@ -151,7 +151,7 @@ class Client:
         return status, np.frombuffer(data, "f4").reshape(-1, WIDTH)
 
 
-class Trial:
+class Load:
     """The clients' requests, and the answers."""
 
     def __init__(self, count: int, rows: int) -> None:
@@ -205,27 +205,27 @@ class Trial:
 
 async def try_service(path: Path, count: int, requests: int, rows: int) -> bool:
     """Serve a file to clients, and return whether every answer was right."""
-    trial = Trial(count, rows)
+    load = Load(count, rows)
     async with nvmeio.Handle() as handle:
         with nvmeio.ArrayFile(path, handle=handle) as features:
             service = Service(features)
             server = await asyncio.start_server(service.serve, "127.0.0.1", 0)
             host, port = server.sockets[0].getsockname()
             begin = time.perf_counter()
-            await trial.run(host, port, requests)
+            await load.run(host, port, requests)
             seconds = time.perf_counter() - begin
             server.close()
             await server.wait_closed()
             await asyncio.gather(*service.connections)
             pending = handle.pending
-    print("   " + ", ".join(f"{trial.ended[each]} {each}" for each in sorted(trial.ended)))
-    answered = len(trial.latencies) * rows
+    print("   " + ", ".join(f"{load.ended[each]} {each}" for each in sorted(load.ended)))
+    answered = len(load.latencies) * rows
     print(f"   {answered} rows of {4 * WIDTH} bytes, {answered / seconds:.0f} rows/s")
     for q in (50, 99, 100):
-        print(f"   {q} % within {np.percentile(trial.latencies, q) * 1e3:.2f} ms")
+        print(f"   {q} % within {np.percentile(load.latencies, q) * 1e3:.2f} ms")
     if pending:
         print(f"   {pending} REQUESTS ARE IN FLIGHT")
-    return not trial.wrong and not pending and sum(trial.ended.values()) == requests
+    return not load.wrong and not pending and sum(load.ended.values()) == requests
 
 
 def in_use() -> tuple[int, int]:
