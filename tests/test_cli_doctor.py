@@ -544,7 +544,9 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
     assert str(folder) in report["summary"]
     # A service has another home than the user who ran `nvmeio tune`.
     assert ("or set XDG_CONFIG_HOME to" in report["summary"]) == (profile == "missing")
-    assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]
+    steps = report["remedies"][0]["steps"]
+    assert steps[-1]["commands"] == ["unset NVMEIO_PROFILE"]
+    assert ("nvmeio tune DIR" in steps[0]["commands"]) == (profile == "missing")
 
 
 @pytest.mark.parametrize("home", ["home", "file"])

@@ -45,13 +45,14 @@ else:
 
 
 class Waited(_Waited[R]):
-    """The result of ``wait``.
+    """The result of ``nvmeio.wait``: a named tuple, ``done, not_done``.
 
     Attributes
     ----------
-    done, not_done : set of Request
-        The requests that are done, including those that failed or were cancelled; and the
-        others.
+    done : set of Request
+        The requests that are done, including those that failed or were cancelled.
+    not_done : set of Request
+        The others.
 
     Examples
     --------

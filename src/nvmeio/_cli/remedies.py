@@ -185,6 +185,12 @@ def _of_handles(installed: Installation) -> Remedy:
         named = [f"NVMEIO_{likely}"] * bool(installed.environment.get(f"NVMEIO_{likely}"))
     if named:
         step = _step("correct the value, or remove the variable:", f"unset {named[0]}")
+        if "there is no profile of" in installed.error:
+            text = "make a profile, or use that of another user:"
+            commands = ("nvmeio tune DIR", "export XDG_CONFIG_HOME=/home/USER/.config")
+            return _remedy(
+                "settings", "broken", installed.error, _step(text, *commands), step
+            )
     else:
         text = "raise the limits of this process on files, threads and memory; they are:"
         step = _step(text, "ulimit -n", "ulimit -u", "ulimit -v")
