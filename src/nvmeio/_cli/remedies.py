@@ -183,18 +183,18 @@ def _of_handles(installed: Installation) -> Remedy:
         # An error of a profile names its file or directory, not the variable.
         likely = "PROFILE" if "profile" in installed.error else "ENGINE"
         named = [f"NVMEIO_{likely}"] * bool(installed.environment.get(f"NVMEIO_{likely}"))
+    steps = []
+    if "there is no profile of" in installed.error:
+        text = "make a profile, or use that of another user:"
+        commands = ("nvmeio tune DIR", "export XDG_CONFIG_HOME=/home/USER/.config")
+        steps.append(_step(text, *commands))
     if named:
-        step = _step("correct the value, or remove the variable:", f"unset {named[0]}")
-        if "there is no profile of" in installed.error:
-            text = "make a profile, or use that of another user:"
-            commands = ("nvmeio tune DIR", "export XDG_CONFIG_HOME=/home/USER/.config")
-            return _remedy(
-                "settings", "broken", installed.error, _step(text, *commands), step
-            )
+        text = "correct the value, or remove the variable:"
+        steps.append(_step(text, f"unset {named[0]}"))
     else:
         text = "raise the limits of this process on files, threads and memory; they are:"
-        step = _step(text, "ulimit -n", "ulimit -u", "ulimit -v")
-    return _remedy("settings", "broken", installed.error, step)
+        steps.append(_step(text, "ulimit -n", "ulimit -u", "ulimit -v"))
+    return _remedy("settings", "broken", installed.error, *steps)
 
 
 def _building(system: System, installed: Installation, name: str) -> tuple[Step, ...]:
