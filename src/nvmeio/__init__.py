@@ -57,6 +57,7 @@ __all__ = [
 _register_loader("torch", lambda: _import_module("nvmeio.torch"))
 
 # Public modules, which are imported on first use.
+_MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 if _typing.TYPE_CHECKING:
     from nvmeio import aio as aio
     from nvmeio import checkpoint as checkpoint
@@ -64,7 +65,6 @@ if _typing.TYPE_CHECKING:
     from nvmeio import profiles as profiles
     from nvmeio import safetensors as safetensors
     from nvmeio import torch as torch
-_MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 
 
 def __dir__() -> list[str]:
