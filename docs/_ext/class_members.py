@@ -1,8 +1,8 @@
-"""What autodoc shows of a class.
+"""Correct the entries that autodoc makes for classes.
 
-The attributes of the section "Attributes" become entries with an anchor, which the search
-finds.  Members that other packages define are left out.  And a class has its own signature
-even if its base class is mocked.
+The rows of the section "Attributes" become entries with an anchor, which the search finds.
+Members that other packages define are left out.  A class shows its own signature even if
+its base class is mocked.
 """
 
 import inspect
@@ -52,7 +52,7 @@ def _entry(app: Sphinx, kind: type, row: Any) -> Iterator[str]:
 
 
 def _is_shown(kind: type, name: str) -> bool:
-    """Return whether autodoc shows an attribute, because it has a docstring of its own."""
+    """Return whether autodoc makes an entry itself: for properties with a docstring."""
     about = getattr(inspect.getattr_static(kind, name, None), "__doc__", None)
     is_data = inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
     return is_data and bool(about) and not _is_automatic(about)
@@ -86,7 +86,7 @@ def _true_signature(
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Listen to autodoc."""
+    """Connect to the events of autodoc."""
     # After numpydoc.
     app.connect("autodoc-process-docstring", _give_entries, priority=900)
     app.connect("autodoc-skip-member", _skip)
