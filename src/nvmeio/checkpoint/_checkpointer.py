@@ -289,7 +289,7 @@ class Checkpointer:
             str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
         )
         self._closed = False
-        # The steps whose damage only their checksums show, with the identity of the folder.
+        # Steps that restore() or verify() found damaged, with the identity of the folder.
         self._damaged: dict[int, tuple[int, int]] = {}
         self._begin_anew()
         _all.add(self)
