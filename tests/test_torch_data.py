@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import errno
-import gc
 import io
 import itertools
 import json
@@ -524,7 +523,6 @@ class TestProcesses:
         assert_equal(copy[3], dataset[3])
         assert len(descriptors_below(file.parent)) == 2 * len(before)
         del copy, dataset
-        gc.collect()
         assert left_open(file.parent) == []
 
     def test_a_copy_is_found_from_any_folder(self, file, monkeypatch):
@@ -712,7 +710,6 @@ class TestBatchStream:
         with pytest.raises(OSError, match=r"past the end of .*labels\.npy"):
             next(stream)
         del stream, dataset
-        gc.collect()
         assert left_open(file.parent) == []
 
     @pytest.mark.parametrize("end", ["close", "drop", "raise"])
@@ -727,11 +724,9 @@ class TestBatchStream:
                 with pytest.raises(KeyError):
                     stream.throw(KeyError())
             del stream
-            gc.collect()
             assert handle.pending == 0
             assert len(dataset.__getitems__([0])) == 1
         dataset = None
-        gc.collect()
         assert left_open(file.parent) == []
 
     def test_a_forked_child_drops_the_iteration_of_its_parent(self, labels):

@@ -1,7 +1,6 @@
 """Records of any sizes, in one file or several, read by one gather for each file."""
 
 import errno
-import gc
 import os
 import pickle
 import struct
@@ -259,7 +258,6 @@ def test_few_of_many_files_are_open(many, tmp_path):
     # Each file has up to two descriptors, and a request closes its file a moment late.
     assert max(counts) <= 2 * 128 + 20
     del dataset
-    gc.collect()
     assert left_open(tmp_path) == []
 
 

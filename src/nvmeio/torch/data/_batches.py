@@ -245,6 +245,7 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         current = self._current = object()
         self._place, self._loaded = taken, False
         ahead: deque[tuple[Flight | Exception, _Place]] = deque()
+        flight: Flight | Exception | None = None
         more = True
         try:
             while True:
@@ -282,6 +283,10 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
             for flight, _ in ahead:
                 if isinstance(flight, Flight):
                     flight.abandon()
+            # An error's traceback holds this frame.  If the frame held the error, the files
+            # would stay open until the garbage collector runs.
+            ahead.clear()
+            flight = None
 
     def _rows(self, indices: Any) -> Positions:
         """Return the positions in the stored dataset of a batch's samples."""

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.context import get_spawning_popen
@@ -319,7 +320,9 @@ class OpenFiles:
     """A cache of open files; of many files, those that were used last."""
 
     def __init__(self, opened: Callable[[int], Any]) -> None:
-        self._opened = opened
+        # The dataset's own method.  The dataset holds this cache, so a reference back would
+        # keep dropped files open until the garbage collector runs.
+        self._opened = weakref.WeakMethod(opened)
         # In the order of use, each with the request that may still be reading it.
         self._held: dict[int, tuple[Any, Request | None]] = {}
 
@@ -330,7 +333,9 @@ class OpenFiles:
         if file is None:
             while len(self._held) >= _OPEN_MAX:
                 self._drop_one()
-            file = self._opened(number)
+            opened = self._opened()
+            assert opened is not None
+            file = opened(number)
         self._held[number] = file, request
         return file
 

@@ -53,24 +53,37 @@ class Flight:
             for part in parts:
                 self._parts.append(part)
         except BaseException:
+            part = None
             self.abandon()
             raise
 
+    # A request holds its error, and the error's traceback these frames.  If they held the
+    # request, dropped files would stay open until the garbage collector runs.
+
     def land(self) -> list[torch.Tensor]:
         """Wait, and return the tensors of the batch."""
-        return self._finish(
-            [part.result() if isinstance(part, Request) else part for part in self._parts]
-        )
+        try:
+            for place in range(len(self._parts)):
+                if isinstance(self._parts[place], Request):
+                    self._parts[place] = self._parts[place].result()
+        except BaseException:
+            self.abandon()
+            raise
+        return self._finish(self._parts)
 
     def abandon(self) -> None:
         """Cancel the requests, and wait until none is in flight."""
         requests = [part for part in self._parts if isinstance(part, Request)]
+        self._parts.clear()
+        request: Request | None = None
         for request in requests:
             request.cancel()
         for request in requests:
             # A request of the parent process raises OSError in a forked child.
             with contextlib.suppress(CancelledError, OSError):
                 request.exception()
+        request = None
+        requests.clear()
 
 
 class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of torch
