@@ -1,9 +1,13 @@
 """Names in code font become links to the reference.
 
-Every public name must be in it, with an example, and so must the members of classes.
+Every public name must be in it, with an example, and so must the members of classes: an
+example of the class, or of any of its members, calls each method.
 """
 
+import io
 import pkgutil
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -21,6 +25,8 @@ __all__ = ["setup"]
 
 LINKS = (nodes.reference, addnodes.pending_xref, nodes.title)
 LOG = logging.getLogger(__name__)
+# The lines of code in the examples of a docstring.
+_CODE = re.compile(r"^ *(?:>>>|\.\.\.).*", re.MULTILINE)
 
 
 class LinkNames(SphinxPostTransform):
@@ -68,9 +74,32 @@ def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:
                     LOG.warning("%s is public, and on no page of docs/reference", name)
                 if ">>>" not in (thing.__doc__ or ""):
                     LOG.warning("%s is public, and has no example", name)
-                for member, _ in public_members(name, thing) if name in entries else ():
+                members = dict(public_members(name, thing)) if name in entries else {}
+                for member in members:
                     if member not in entries:
                         LOG.warning("%s is public, and has no docstring", member)
+                for method in _without_example(thing, members):
+                    LOG.warning("%s is public, and in no example of its class", method)
+
+
+def _without_example(kind: Any, members: dict[str, Any]) -> Iterator[str]:
+    """Yield the methods that no example calls, and no other package defines."""
+    bases = getattr(kind, "__mro__", ())
+    foreign = [io.RawIOBase, *(base for base in bases if not _is_ours(base))]
+    documented = "\n".join(str(one.__doc__) for one in [*bases, *members.values()])
+    shown = "\n".join(_CODE.findall(documented))
+    for name, member in members.items():
+        called = name.rpartition(".")[2]
+        # A base class that is mocked does not say which methods it has.
+        is_foreign = any(
+            hasattr(base, called) or hasattr(base, "__sphinx_mock__") for base in foreign
+        )
+        if callable(member) and not is_foreign and f".{called}(" not in shown:
+            yield name
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("nvmeio")
 
 
 def _thing(name: str) -> Any:

@@ -39,7 +39,9 @@ def public_members(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     for member in dir(thing):
         owner = next((kind for kind in thing.__mro__ if member in vars(kind)), None)
         if owner and owner.__module__.startswith("nvmeio") and not member.startswith("_"):
-            yield f"{name}.{member}", inspect.getattr_static(thing, member)
+            found = inspect.getattr_static(thing, member)
+            # Of class methods and static methods, the function.
+            yield f"{name}.{member}", getattr(found, "__func__", found)
 
 
 def classes() -> dict[str, str]:

@@ -646,6 +646,17 @@ class ArrayFile(Unread):
         Only ``shape`` changes.  For a raw file, it waits for an append in progress.  An
         array of raw bytes that did not reach the end of its file when it was opened stays
         the same.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.zeros((4, 3)))
+        >>> with nvmeio.ArrayFile("rows.npy") as rows:
+        ...     with nvmeio.ArrayFile("rows.npy", mode="r+") as other:
+        ...         place = other.append(np.ones((2, 3)))
+        ...     before = rows.shape
+        ...     rows.refresh()
+        ...     before, rows.shape
+        ((4, 3), (6, 3))
         """
         self._check_open()
         with (
@@ -729,6 +740,15 @@ class ArrayFile(Unread):
         ------
         IndexError, TypeError, ValueError
             As ``windows``, immediately.  ``Request.wait`` raises later errors.
+
+        Examples
+        --------
+        >>> nvmeio.save("tokens.npy", np.arange(100))
+        >>> with nvmeio.ArrayFile("tokens.npy") as tokens:
+        ...     request = tokens.prefetch_windows([90, 0], 3)
+        ...     request.wait()
+        array([[90, 91, 92],
+               [ 0,  1,  2]])
         """
         self._check_open()
         return self._begin(self._windowing(starts, length, out), after)
@@ -759,6 +779,16 @@ class ArrayFile(Unread):
         Notes
         -----
         As ``submit_setitem``.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.zeros((4, 2), np.int64))
+        >>> with nvmeio.ArrayFile("rows.npy", mode="r+") as rows:
+        ...     rows.submit_scatter([3, 0], [[1, 2], [3, 4]]).wait()
+        ...     rows[[3, 0]]
+        32
+        array([[1, 2],
+               [3, 4]])
         """
         return self._begin_writing(self._scattering(rows, values), after)
 
@@ -794,6 +824,15 @@ class ArrayFile(Unread):
         written without a copy, and held until the request is done.  Any other value is
         copied first.  Requests in flight are not ordered: wait for requests on the same
         elements, or chain them by ``after``.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.zeros((4, 2), np.int64))
+        >>> with nvmeio.ArrayFile("rows.npy", mode="r+") as rows:
+        ...     rows.submit_setitem((slice(1, 3), 0), 7).wait()
+        ...     rows[:, 0]
+        16
+        array([0, 7, 7, 0])
         """
         return self._begin_writing(self._writing(index, value), after)
 
@@ -814,6 +853,13 @@ class ArrayFile(Unread):
             The device failed, or the directory of a new file cannot be read.
         ValueError
             The file is closed.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.zeros((4, 3)))
+        >>> with nvmeio.ArrayFile("rows.npy", mode="r+") as rows:
+        ...     rows[0] = 1
+        ...     rows.flush()
         """
         run(self._flushing(BLOCKING, sync=sync))
 

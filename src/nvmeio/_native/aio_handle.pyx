@@ -99,6 +99,19 @@ cdef class aio_handle:
     1
     >>> int(array[-1])
     999
+    >>> handle.write(array, "data.bin"), handle.read(array, "data.bin")
+    (0, 0)
+    >>> handle.async_pwrite(array, "data.bin"), handle.wait()
+    (0, 1)
+    >>> handle.sync_pread(array, "data.bin")
+    1
+    >>> handle.get_block_size(), handle.get_queue_depth(), handle.get_alignment()
+    (1048576, 32, 512)
+    >>> handle.get_single_submit(), handle.get_overlap_events()
+    (False, False)
+    >>> handle.get_intra_op_parallelism(), handle.stats()["requests"]
+    (1, 6)
+    >>> handle.close()
     """
 
     cdef object __weakref__
@@ -226,6 +239,15 @@ cdef class aio_handle:
         -----
         Releases the GIL while the kernel provides the memory.  The memory returns to the
         pool when its last view dies, whether or not ``free_cpu_locked_tensor`` was called.
+
+        Examples
+        --------
+        >>> handle = nvmeio.aio_handle()
+        >>> array = handle.new_cpu_locked_tensor(1000, np.empty(0, np.float32))
+        >>> array.shape, handle.is_pinned(array)
+        ((1000,), True)
+        >>> handle.free_cpu_locked_tensor(array), handle.is_pinned(array)
+        (True, False)
         """
         if unknown:
             refuse_unknown(aio_handle.new_cpu_locked_tensor, unknown)
@@ -499,6 +521,17 @@ cdef class aio_handle:
         ------
         OSError, TypeError, ValueError, KeyboardInterrupt
             As ``read`` or ``async_pread``.
+
+        Examples
+        --------
+        >>> array, other = np.arange(1000), np.zeros(1000, np.int64)
+        >>> handle = nvmeio.aio_handle()
+        >>> handle.pwrite(array, "data.bin", False, False)
+        1
+        >>> handle.pread(other, "data.bin", False, True), handle.wait()
+        (0, 1)
+        >>> int(other[-1])
+        999
         """
         return self._either(OP_READ, "pread", args, kwargs)
 

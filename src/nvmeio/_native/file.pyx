@@ -181,6 +181,10 @@ cdef class File:
     >>> with nvmeio.File("settings.json") as file:
     ...     json.load(file)
     {'rows': 3}
+    >>> with nvmeio.File("lines.txt", "w+") as file:
+    ...     file.writelines([b"first\\n", b"second\\n"])
+    ...     file.tell(), file.seek(0), file.readline(), file.readall()
+    (13, 0, b'first\\n', b'second\\n')
     """
 
     def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):
@@ -556,6 +560,13 @@ cdef class File:
         Notes
         -----
         Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.File("data.bin", "w") as file:
+        ...     file.preallocate(1 << 20)
+        ...     file.size
+        1048576
         """
         in_turn(self, OP_WRITE, reserve, file_position("size", size))
 

@@ -524,6 +524,14 @@ cdef class Handle:
         RuntimeError
             A write to the file is in flight on another handle, for which the fsync would
             not wait, and the handle has ``check_overlap``.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     write = handle.submit_write(np.arange(1000), "data.bin")
+        ...     fsync = handle.submit_fsync("data.bin").wait()
+        ...     write.done()
+        True
         """
         if unknown:
             refuse_unknown(Handle.submit_fsync, unknown)
@@ -632,6 +640,16 @@ cdef class Handle:
         Notes
         -----
         The items are not ordered: if two overlap, either may be the last.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.ones(1000), "data.bin")
+        8000
+        >>> first, second = np.zeros(500), np.zeros(500)
+        >>> with nvmeio.Handle() as handle:
+        ...     items = [(first, "data.bin", 0), (second, "data.bin", 4000)]
+        ...     handle.submit_read_many(items).wait()
+        8000
         """
         if unknown:
             refuse_unknown(Handle.submit_read_many, unknown)
@@ -773,6 +791,17 @@ cdef class Handle:
         ------
         OSError, TypeError, ValueError, RuntimeError
             As ``gather``, before anything is read.  ``Request.wait`` raises later errors.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.arange(1000), "data.bin")
+        8000
+        >>> rows = np.empty((2, 3), np.int64)
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_gather("data.bin", [800, 0], 24, rows, result=rows)
+        ...     request.wait()
+        array([[100, 101, 102],
+               [  0,   1,   2]])
         """
         if unknown:
             refuse_unknown(Handle.submit_gather, unknown)
@@ -848,6 +877,13 @@ cdef class Handle:
         OSError, TypeError, ValueError, RuntimeError
             As ``scatter``, before anything is written.  ``Request.wait`` raises later
             errors.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_scatter("data.bin", [16, 0], 8, np.arange(2))
+        ...     request.wait()
+        16
         """
         if unknown:
             refuse_unknown(Handle.submit_scatter, unknown)
@@ -1012,6 +1048,14 @@ cdef class Handle:
 
         A ``with`` block closes the handle however the block ends.  After Ctrl-C it still
         waits for requests in flight, and raises then; a second Ctrl-C is raised at once.
+
+        Examples
+        --------
+        >>> handle = nvmeio.Handle()
+        >>> request = handle.submit_write(np.arange(1000), "data.bin")
+        >>> handle.close()
+        >>> request.done()
+        True
         """
         self.require_started()
         self.open = False

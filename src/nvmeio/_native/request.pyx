@@ -413,6 +413,15 @@ cdef class Request:
         ------
         TimeoutError, concurrent.futures.CancelledError
             As ``wait``.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.arange(10), "short.bin")
+        80
+        >>> with nvmeio.Handle() as handle:
+        ...     error = handle.submit_read(np.empty(1000), "short.bin").exception()
+        >>> error.strerror
+        'read past the end of the file: wanted 8000 bytes at offset 0, got 80'
         """
         if unknown:
             refuse_unknown(Request.exception, unknown)
@@ -504,6 +513,13 @@ cdef class Request:
         An Exception that a callback raises is logged by the logger ``nvmeio``.  Any other
         BaseException, such as KeyboardInterrupt, is raised in the calling thread after the
         last callback; "nvmeio-callbacks" logs it instead.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(np.arange(1000), "data.bin")
+        ...     request.add_done_callback(lambda request: print(request.result(), "bytes"))
+        8000 bytes
         """
         if not callable(fn):
             raise TypeError(f"fn is {fn!r}; it must be callable")
@@ -593,6 +609,16 @@ cdef class Request:
         Notes
         -----
         The transfer runs whether or not the coroutine is awaited.
+
+        Examples
+        --------
+        >>> import asyncio
+        >>> async def write():
+        ...     async with nvmeio.Handle() as handle:
+        ...         request = handle.submit_write(np.arange(1000), "data.bin")
+        ...         return await asyncio.create_task(request.as_coroutine())
+        >>> asyncio.run(write())
+        8000
         """
         from nvmeio._events.event_loop import as_coroutine
         return as_coroutine(self)

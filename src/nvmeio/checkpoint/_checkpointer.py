@@ -417,6 +417,17 @@ class Checkpointer:
         The copy has everything, also the states in ``state_items()`` of an offloaded
         optimizer.  With ``stage=False`` they are read from the drive one by one; a step
         before `staged` is done makes the save fail.
+
+        Examples
+        --------
+        >>> state = {"weights": np.arange(4)}
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     future = checkpointer.save_async(1, state)
+        ...     state["weights"] += 1
+        ...     future.result().name
+        ...     checkpointer.restore()
+        'step-1'
+        {'weights': array([0, 1, 2, 3])}
         """
         stage = flag("stage", stage)
         with self._alone():
@@ -632,6 +643,13 @@ class Checkpointer:
         ------
         FileNotFoundError, CheckpointError, OSError
             As ``restore``.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     folder = checkpointer.save(1, {"epoch": 3}, {"loss": 0.25})
+        ...     checkpointer.metadata()
+        {'loss': 0.25}
         """
         return self._of_step(step, Held.metadata, (MANIFEST, TREE))[1]
 
@@ -786,6 +804,13 @@ class Checkpointer:
         ------
         OSError
             The root cannot be read.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run", keep=2) as checkpointer:
+        ...     folders = [checkpointer.save(step, {"epoch": step}) for step in (1, 2, 3)]
+        ...     checkpointer.steps()
+        [2, 3]
         """
         return sorted({*self._complete(self._copied())})
 
@@ -834,6 +859,19 @@ class Checkpointer:
             step was saved without checksums.
         OSError
             A file cannot be read.
+
+        Examples
+        --------
+        >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
+        >>> folder = checkpointer.save(1, {"weights": np.arange(4)})
+        >>> checkpointer.verify(1)
+        >>> nvmeio.write_file(b"damage", folder / "tree.json")
+        6
+        >>> checkpointer.verify(1)
+        Traceback (most recent call last):
+            ...
+        nvmeio.checkpoint.CheckpointError: ...
+        >>> checkpointer.close()
         """
 
         def read(held: Held) -> None:
@@ -869,6 +907,14 @@ class Checkpointer:
             The step is being read, or another process writes to this root.
         OSError
             Removing failed; has errno and path.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     folders = [checkpointer.save(step, {"epoch": step}) for step in (1, 2)]
+        ...     checkpointer.remove(2)
+        ...     checkpointer.steps()
+        [1]
         """
         step = _step_of(step)
         folder = self._folder(step)
@@ -911,6 +957,14 @@ class Checkpointer:
         A step that is being read stays until the next call.  A step that is not complete,
         or that ``restore`` or ``verify`` found to be damaged, is not counted and stays;
         ``remove`` removes it.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     folders = [checkpointer.save(step, {"epoch": step}) for step in (1, 2, 3)]
+        >>> with nvmeio.checkpoint.Checkpointer("run", keep=1) as checkpointer:
+        ...     checkpointer.prune()
+        [1, 2]
         """
         with self._alone():
             if self._last is not None:
@@ -953,6 +1007,13 @@ class Checkpointer:
         ------
         OSError
             Removing failed; has errno and path.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     folder = checkpointer.save(1, {"epoch": 1})
+        ...     checkpointer.cleanup()
+        []
         """
         return cleanup(self.root) if self.root.is_dir() else []
 

@@ -100,6 +100,14 @@ class pin_handle:
             ``address`` is not an integer.
         ValueError
             ``address`` is out of range, or a request in flight uses the memory.
+
+        Examples
+        --------
+        >>> import torch
+        >>> handle = nvmeio.deepspeed.pin_handle()
+        >>> tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0))
+        >>> handle.free_cpu_locked_tensor_by_ptr(tensor.data_ptr())
+        True
         """
         return pool.free_pinned(whole("address", address, 0, 2**64 - 1))
 
@@ -116,5 +124,13 @@ class pin_handle:
         bool
             True for memory that torch pinned, and for tensors of ``new_cpu_locked_tensor``
             that were not freed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> handle = nvmeio.deepspeed.pin_handle()
+        >>> tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0))
+        >>> handle.is_pinned(tensor[10:20]), handle.is_pinned(torch.ones(3))
+        (True, False)
         """
         return is_locked(buffer)

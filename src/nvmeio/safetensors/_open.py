@@ -192,6 +192,14 @@ class safe_open:  # noqa: N801
         ------
         SafetensorError
             The file is closed.
+
+        Examples
+        --------
+        >>> tensors = {"a": np.ones(3, np.int8), "b": np.ones(3)}
+        >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
+        >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+        ...     file.keys(), file.offset_keys()
+        (['a', 'b'], ['b', 'a'])
         """
         return [tensor.name for tensor in self._opened().layout.tensors]
 
@@ -207,6 +215,14 @@ class safe_open:  # noqa: N801
         ------
         SafetensorError
             The file is closed.
+
+        Examples
+        --------
+        >>> tensors, metadata = {"bias": np.ones(3)}, {"format": "np"}
+        >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors", metadata)
+        >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+        ...     file.metadata()
+        {'format': 'np'}
         """
         kept = self._opened().layout.metadata
         return None if kept is None else dict(kept)
@@ -235,6 +251,13 @@ class safe_open:  # noqa: N801
             The file cannot be read.
         MemoryError
             Not enough memory.
+
+        Examples
+        --------
+        >>> nvmeio.safetensors.numpy.save_file({"bias": np.ones(3)}, "model.safetensors")
+        >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+        ...     file.get_tensor("bias")
+        array([1., 1., 1.])
         """
         file = self._opened()
         _require_name(name)
@@ -336,6 +359,13 @@ class safe_open:  # noqa: N801
         ------
         SafetensorError, OSError, MemoryError
             As ``get_tensor``.
+
+        Examples
+        --------
+        >>> nvmeio.safetensors.numpy.save_file({"bias": np.ones(3)}, "model.safetensors")
+        >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+        ...     file.get_tensors()
+        {'bias': array([1., 1., 1.])}
         """
         return load(wanted(self._opened(), None, self._framework), self._framework)
 
@@ -385,6 +415,15 @@ class safe_open:  # noqa: N801
             As ``get_slice`` and ``get_tensor``; nothing was read.
         ValueError
             `out` lacks a tensor, or has one of another dtype or shape; nothing was read.
+
+        Examples
+        --------
+        >>> tensors = {"weight": np.arange(12).reshape(3, 4), "bias": np.zeros(4)}
+        >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
+        >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+        ...     found = file.get_many({"weight": np.s_[:, 1], "bias": None})
+        >>> found["weight"], found["bias"]
+        (array([1, 5, 9]), array([0., 0., 0., 0.]))
         """
         file = self._opened()
         if not isinstance(indices, Mapping):
@@ -458,9 +497,11 @@ class TensorSlice:
     >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
     >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
     ...     part = file.get_slice("weight")
-    ...     print(isinstance(part, nvmeio.safetensors.TensorSlice), part.get_shape())
+    ...     print(isinstance(part, nvmeio.safetensors.TensorSlice))
+    ...     print(part.get_dtype(), part.get_shape())
     ...     part[1:, 2]
-    True [3, 4]
+    True
+    I64 [3, 4]
     array([ 6, 10])
     """
 

@@ -651,6 +651,18 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         ------
         RuntimeError
             A step failed half-way; or, during iteration, the states have changed since.
+
+        Examples
+        --------
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(100))
+        >>> momentum = torch.optim.SGD([weight], momentum=0.9)
+        >>> optimizer = nvmeio.torch.offload(momentum, "states")
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> [path for path, value in optimizer.state_items()]
+        ['param_groups', 'state/0/momentum_buffer']
+        >>> optimizer.close()
         """
         self._require_usable()
         return StateItems(self)

@@ -170,6 +170,19 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         ``load_state_dict()`` restores it itself.  For others the state has the random
         states at the beginning of the epoch: torch's global one, and that of each sampler's
         ``generator``.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.arange(12.0).reshape(4, 3))
+        >>> dataset = nvmeio.torch.ArrayDataset("rows.npy")
+        >>> stream = nvmeio.torch.BatchStream(dataset, [[0, 2], [1, 3]])
+        >>> for batch in stream:
+        ...     state = stream.state_dict()
+        ...     break
+        >>> resumed = nvmeio.torch.BatchStream(dataset, [[0, 2], [1, 3]])
+        >>> resumed.load_state_dict(state)
+        >>> [batch[:, 0].tolist() for batch in resumed]
+        [[3.0, 9.0]]
         """
         place = self._place or self._beginning()
         found: dict[str, Any] = {"batches": place.batches}

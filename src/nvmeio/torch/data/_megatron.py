@@ -150,6 +150,18 @@ class MegatronDataset(RecordDataset):
             An argument is not an integer.
         ValueError
             The sequence is shorter than ``offset`` or ``offset + length``.
+
+        Examples
+        --------
+        >>> import struct
+        >>> nvmeio.write_file(np.arange(6, dtype=np.uint16), "tokens.bin")
+        12
+        >>> head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, 1, 2)
+        >>> index = head + struct.pack("<iq2q", 6, 0, 0, 1)
+        >>> nvmeio.write_file(index, "tokens.idx")
+        62
+        >>> nvmeio.torch.MegatronDataset("tokens").get(0, offset=2, length=3)
+        tensor([2, 3, 4], dtype=torch.uint16)
         """
         rows = np.atleast_1d(self._rows(integer("index", index)))
         count = int(self._sizes[rows][0])
