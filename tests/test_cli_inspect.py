@@ -13,6 +13,7 @@ import nvmeio.safetensors.numpy as st
 from commands import nvmeio
 from nvmeio._cli import main, torch_files
 from nvmeio.checkpoint import Checkpointer
+from nvmeio.safetensors import save_sharded
 
 TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
 
@@ -64,6 +65,17 @@ def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     assert (found.status, found.out) == (1, "")
     assert str(path) in found.err
     assert "neither a .npy file nor a model file" in found.err
+
+
+def test_a_model_in_several_files_is_an_error_that_says_what_to_inspect(tmp_path):
+    sharded = tmp_path / "sharded"
+    save_sharded(TENSORS, sharded, 10_000)
+    assert "model files" in (text := nvmeio("inspect", sharded).err)
+    assert text.rstrip().endswith("; inspect one of them")
+    text = nvmeio("inspect", sharded / "model.safetensors.index.json").err
+    assert "it is the index of a model in several files" in text
+    shard = sharded / "model-00001-of-00002.safetensors"
+    assert nvmeio("inspect", shard).status == 0
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])

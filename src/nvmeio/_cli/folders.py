@@ -42,6 +42,8 @@ def contents_of(path: str) -> dict[str, Any]:
     words = f"{path}: it is a folder, not a file; {what_is_in(path)}"
     if any(map(FOLDER.fullmatch, os.listdir(path))):
         words += f"; `nvmeio checkpoints {shlex.quote(path)}` lists them"
+    elif any(name.endswith(".safetensors") for name in os.listdir(path)):
+        words += "; inspect one of them"
     raise CommandError(words)
 
 

@@ -13,6 +13,7 @@ from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._cli.torch_files import is_torch_file, tensors_of
 from nvmeio._native.file import File
 from nvmeio.safetensors import SafetensorError
+from nvmeio.safetensors._sharded import INDEX_END
 
 NOTES = """\
 Reads only headers.  Offsets are in bytes from the beginning of the file; a
@@ -118,6 +119,11 @@ def _safetensors(path: str) -> dict[str, Any]:
     try:
         return tensors_in(path)
     except SafetensorError as error:
+        if path.endswith(INDEX_END):
+            raise CommandError(
+                f"{path}: it is the index of a model in several files, not one of them; "
+                "inspect one of the files that it names"
+            ) from None
         raise CommandError(
             f"{path}: it is neither a .npy file nor a model file: {error}"
         ) from None
