@@ -288,6 +288,20 @@ class TestReplacing:
         files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
         assert sorted(said[2:]) == files
 
+    @pytest.mark.parametrize("sync", [True, False])
+    def test_the_name_of_a_new_folder_is_durable(self, tmp_path, monkeypatch, sync):
+        synced, fsync = [], os.fsync
+
+        def noting(descriptor):
+            synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", noting)
+        monkeypatch.chdir(tmp_path)
+        save_sharded(tensors_of([6]), "new/folder", sync=sync)
+        folders = {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new/folder")}
+        assert (folders <= set(synced)) == sync
+
     def test_progress_rises_over_all_files(self, tmp_path):
         told = []
         save_sharded(

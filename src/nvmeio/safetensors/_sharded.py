@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nvmeio._arguments.checks import integer, shown
+from nvmeio._arguments.checks import flag, integer, shown
+from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
 from nvmeio.files import write_file
 from nvmeio.safetensors._dtypes import torch_module
@@ -298,7 +299,7 @@ def save_sharded(
     >>> files[0], files[-1]
     ('model-00001-of-00002.safetensors', 'model.safetensors.index.json')
     """
-    limit = _size(max_shard_size)
+    limit, sync = _size(max_shard_size), flag("sync", sync)
     check_progress(progress)
     arrays = [isinstance(tensor, np.ndarray) for tensor in tensors.values()]
     kind: Any
@@ -324,7 +325,10 @@ def save_sharded(
         # Refuse invalid tensors before the folder is created.
         build(((s.name, s.dtype, s.shape) for s in kind._sources(shard)), align=align)
     folder = os.fsdecode(folder)
-    os.makedirs(folder, exist_ok=True)
+    if sync:
+        make_folders(os.path.abspath(folder))
+    else:
+        os.makedirs(folder, exist_ok=True)
     text = {"format": word} if metadata is None else dict(metadata)
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
