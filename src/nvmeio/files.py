@@ -206,7 +206,8 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     path : str, bytes or os.PathLike
         The file; created if it does not exist.
     sync : bool, default False
-        Return only when the file and its name are on the device.
+        Return only when the file and its name are on the device.  With False, a
+        power failure soon afterwards may still leave the old file.
     atomic : bool, default True
         Write and sync a new file beside the old one, then rename it.  At any time, also
         after an error or a power failure, the path leads either to the old file or to the
@@ -233,9 +234,10 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     except at the moment of renaming, and on file systems without O_TMPFILE, such as NFS:
     there ``.nvmeio-*.tmp`` may be left beside the file, and can be removed.
 
-    The file is written in place with ``atomic=False``, and also if it is a device or has
-    other hard links, which a replacement would break.  A longer file is then truncated only
-    after the bytes were written, and after an error it may have some of them.
+    The file is written in place with ``atomic=False``, and also if it is a device, a mount
+    point (a file that is mounted into a container), or has other hard links, which a
+    replacement would break.  A longer file is then truncated only after the bytes were
+    written, and after an error or a power failure it may have some of them.
 
     An fsync of its directory makes a name durable.  That needs permission to read the
     directory; without it, ``sync=True`` raises before the file is changed.  Releases the

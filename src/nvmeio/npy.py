@@ -94,7 +94,8 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
         The array, with a dtype that numpy has, and any strides and device; written in C
         order.
     sync : bool, default False
-        Return only when the file and its name are on the device.
+        Return only when the file and its name are on the device.  With False, a
+        power failure soon afterwards may still leave the old file.
 
     Raises
     ------

@@ -63,7 +63,8 @@ def atomic_directory(
         How many bytes will be written.  Whether the file system has room for them is
         checked at the start, by allocating them.
     sync : bool, default True
-        Sync all files and the name to the device before the context ends.
+        Sync all files and the name to the device before the context ends.  With False
+        nothing is synced, and a power failure may leave an incomplete folder.
 
     Yields
     ------

@@ -150,7 +150,8 @@ def save_file(
         arrays of whole pages come first and begin at page boundaries, which makes loading
         faster; every reader accepts such files.
     sync : bool, default True
-        Return only when the file and its name are on the device.
+        Sync the file before it gets its name, and return only when both are on the device.
+        With False nothing is synced, and a power failure may leave an incomplete file.
     progress : callable, optional
         Called during the write with two ints: bytes written so far, and bytes in total.
 

@@ -53,7 +53,8 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
         many tensors smaller than a page, 64 makes the file smaller.  Versions of torch
         without this option use their own alignment.
     sync : bool, default True
-        Return only when the file and its name are on the device.
+        Return only when the file and its name are on the device.  With False the file is
+        synced too, but not its name: a power failure leaves the old file or the new one.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
     Notes
     -----
     The new file keeps the mode of the old one.  It gets its name when all bytes are written
-    and, with `sync`, synced.
+    and synced.  ``nvmeio.write_file`` lists the files that are written in place instead.
 
     Examples
     --------
