@@ -365,7 +365,7 @@ def aio_read(
     Returns
     -------
     int
-        0.
+        Always 0.
 
     Raises
     ------
@@ -419,7 +419,7 @@ def aio_write(
     Returns
     -------
     int
-        0.
+        Always 0.
 
     Raises
     ------
