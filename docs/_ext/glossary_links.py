@@ -19,8 +19,8 @@ _GLOSSARY = "docs/glossary"
 _LINKED = re.compile(r"docs/(?!index$|glossary$|design$|decisions$)\w[\w-]*$")
 # Words that the pages also use in another sense.
 _AMBIGUOUS = {
-    *("block", "buffer", "cold", "gather", "handle", "profile", "record", "request"),
-    *("scatter", "warm", "worker"),
+    *("block", "buffer", "cold", "drain", "gather", "handle", "profile", "record"),
+    *("request", "scatter", "warm", "worker"),
 }
 _OUTSIDE = (
     *(nodes.reference, addnodes.pending_xref, nodes.title, nodes.literal),
