@@ -1,4 +1,20 @@
-"""Arrays and tensors to and from NVMe files, at the speed of the drive."""
+"""Arrays and tensors to and from NVMe files, at the speed of the drive.
+
+Whole files: ``read_file``, ``read_into``, ``write_file``; ``load`` and ``save`` for .npy.
+Rows of an array in a file: ``ArrayFile``.  Many transfers at once, while the program
+computes: ``Handle``, whose ``submit_read`` and ``submit_write`` return a ``Request``.
+
+These modules are imported when they are first used:
+
+- ``nvmeio.torch``: datasets, torch.save files, optimizers with states on a drive
+- ``nvmeio.safetensors``: model files
+- ``nvmeio.checkpoint``: checkpoints of a training run
+- ``nvmeio.aio``: coroutine functions for asyncio
+- ``nvmeio.deepspeed``: the async_io op of DeepSpeed
+- ``nvmeio.profiles``: the settings that ``nvmeio tune`` has found
+
+``help(nvmeio.Handle)``, for example, describes a name with its errors and an example.
+"""
 
 import logging as _logging
 import typing as _typing

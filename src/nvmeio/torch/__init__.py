@@ -1,5 +1,10 @@
 """The part of nvmeio that imports torch.
 
+``load`` and ``save`` read and write files of torch.save.  ``ArrayDataset``,
+``TokenDataset`` and others feed a DataLoader or a ``BatchStream``.  ``offload`` keeps the
+states of an optimizer on a drive, and ``save_on_disk`` the tensors that the forward pass
+saves.
+
 nvmeio imports this module by itself when it is given the first tensor.
 """
 
