@@ -548,6 +548,24 @@ def test_a_refused_scatter_creates_no_file(handle, path, offsets, size):
     assert not path.exists()
 
 
+class Unbound:
+    """An object whose type cannot be tested, such as an unbound proxy."""
+
+    @property
+    def __class__(self):
+        raise KeyError("not bound")
+
+
+def test_an_error_of_a_type_test_is_raised(handle, data):
+    """Ctrl-C may be raised there too, because abstract classes test types in Python."""
+    with pytest.raises(KeyError, match="not bound"):
+        handle.gather(data, Unbound(), 1, bytearray(1))
+    with pytest.raises(KeyError, match="not bound"):
+        handle.read(bytearray(1), Unbound())
+    with pytest.raises(KeyError, match="not bound"):
+        handle.drain(timeout=Unbound())
+
+
 def test_a_closed_handle_refuses(open_handle, data):
     handle = open_handle()
     handle.close()

@@ -296,7 +296,9 @@ cdef GatherRequest new_gather(
 
 cdef object integers(str name, object values):
     """Return a one-dimensional array of int64; raise TypeError or ValueError."""
-    if isinstance(values, (str, bytes, os.PathLike)):
+    # Not all in one tuple: Cython 3.3 does not check there whether isinstance() raises, and
+    # that of an abstract class, as Python code, may raise KeyboardInterrupt.
+    if isinstance(values, (str, bytes)) or isinstance(values, os.PathLike):
         raise TypeError(
             f"{name} is the path {os.fspath(values)!r}; it must be integers: are the first "
             "two arguments swapped?"
