@@ -566,6 +566,22 @@ def test_an_error_of_a_type_test_is_raised(handle, data):
         handle.drain(timeout=Unbound())
 
 
+def test_an_interrupted_submission_leaves_no_file_open(handle, data):
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith("_internal.py"):
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        # numpy finds the addresses of the offsets and sizes by Python code.
+        with pytest.raises(KeyboardInterrupt):
+            handle.submit_gather(data, [0, 9], [1, 2], bytearray(3))
+    finally:
+        sys.setprofile(None)
+    assert left_open(data.parent) == []
+    assert handle.gather(data, [0, 9], [1, 2], bytearray(3)) == 3
+
+
 def test_a_closed_handle_refuses(open_handle, data):
     handle = open_handle()
     handle.close()

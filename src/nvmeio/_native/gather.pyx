@@ -173,9 +173,11 @@ cdef class GatherRequest(Request):
         self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
     ) except? -1:
         cdef nvmeio_gather gather
-        cdef nvmeio_file *c_file = self.file.retain()
+        cdef nvmeio_file *c_file
         cdef int result
+        # Before retain(), because it runs Python code, which Ctrl-C may interrupt.
         self.describe(&gather)
+        c_file = self.file.retain()
         gather.file = c_file
         gather.after = after[0]
         with nogil:
