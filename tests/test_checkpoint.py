@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from concurrent import futures
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -272,7 +273,21 @@ class TestDamage:
                 with pytest.raises(CheckpointError, match=words):
                     careful.restore(2, **options)
 
-    @pytest.mark.parametrize("found_by", ["restore", "verify"])
+    def test_errors_of_skipped_steps_do_not_keep_what_was_read(self, root):
+        """Otherwise each damaged step would cost the memory of a whole state."""
+        with Checkpointer(root, verify="checksum", keep=None) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(step, {"weights": np.zeros(4000)})
+            for step in (2, 3):
+                flip(root / f"step-{step}" / "tensors.safetensors", 2000)
+            into = {"weights": np.empty(4000)}
+            target = weakref.ref(into["weights"])
+            with pytest.warns(RuntimeWarning, match="step [23] is skipped"):
+                checkpointer.restore(into=into)
+            del into
+            assert target() is None
+
+    @pytest.mark.parametrize("found_by", ["restore", "restore(step)", "verify"])
     def test_known_damage_is_not_counted(self, root, found_by):
         """Otherwise new saves are pruned in favour of damaged ones with higher numbers."""
         with Checkpointer(root, keep=None) as saver:
@@ -286,8 +301,11 @@ class TestDamage:
                     checkpointer.restore()
             else:
                 for step in (8, 9):
+                    read = checkpointer.verify
+                    if found_by == "restore(step)":
+                        read = checkpointer.restore
                     with pytest.raises(CheckpointError):
-                        checkpointer.verify(step)
+                        read(step)
             assert (checkpointer.latest(), checkpointer.steps()) == (1, [1])
             with warnings.catch_warnings():
                 # There is no warning about newer steps.

@@ -443,6 +443,22 @@ def test_damaged_steps_are_read_from_their_copies(tmp_path, far):
             assert same(saver.restore(), 2)
         with pytest.warns(RuntimeWarning, match="step 2 is read from its copy"):
             assert same(saver.restore(2), 2)
+        assert saver.steps() == [1, 2]
+        # Pruning counts only what is intact here.
+        saver.keep = 1
+        assert saver.prune() == []
+
+
+def test_an_error_says_where_damaged_copies_are(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    with Checkpointer(near, drain_to=far) as saver:
+        saver.save(1, state_of(1))
+    shutil.rmtree(near / "step-1")
+    (far / "step-1" / "tree.json").write_bytes(b"{}")
+    words = f"the only checkpoint in {near} and {far} cannot be read; step 1: .*tree.json"
+    other = Checkpointer(near, drain_to=far)
+    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=words):
+        other.restore()
 
 
 def test_a_step_that_is_saved_again_is_drained_again(tmp_path, far):

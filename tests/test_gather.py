@@ -548,6 +548,40 @@ def test_a_refused_scatter_creates_no_file(handle, path, offsets, size):
     assert not path.exists()
 
 
+class Unbound:
+    """An object whose type cannot be tested, such as an unbound proxy."""
+
+    @property
+    def __class__(self):
+        raise KeyError("not bound")
+
+
+def test_an_error_of_a_type_test_is_raised(handle, data):
+    """Ctrl-C may be raised there too, because abstract classes test types in Python."""
+    with pytest.raises(KeyError, match="not bound"):
+        handle.gather(data, Unbound(), 1, bytearray(1))
+    with pytest.raises(KeyError, match="not bound"):
+        handle.read(bytearray(1), Unbound())
+    with pytest.raises(KeyError, match="not bound"):
+        handle.drain(timeout=Unbound())
+
+
+def test_an_interrupted_submission_leaves_no_file_open(handle, data):
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith("_internal.py"):
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        # numpy finds the addresses of the offsets and sizes by Python code.
+        with pytest.raises(KeyboardInterrupt):
+            handle.submit_gather(data, [0, 9], [1, 2], bytearray(3))
+    finally:
+        sys.setprofile(None)
+    assert left_open(data.parent) == []
+    assert handle.gather(data, [0, 9], [1, 2], bytearray(3)) == 3
+
+
 def test_a_closed_handle_refuses(open_handle, data):
     handle = open_handle()
     handle.close()

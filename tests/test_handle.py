@@ -365,6 +365,17 @@ def test_a_notebook_shows_a_table_of_options_and_counts(path):
     assert rows_of(nvmeio.pool_stats()).keys() == nvmeio.pool_stats().keys()
 
 
+def test_counters_are_saved_as_a_dict(path, tmp_path):
+    """As part of a training's state: torch.load refuses types that it does not know."""
+    stats = nvmeio.pool_stats()
+    assert b"nvmeio" not in pickle.dumps(stats)
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    with nvmeio.checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"stats": stats}, {"stats": stats})
+        for found in (checkpointer.restore(), checkpointer.metadata()):
+            assert (found, type(found["stats"])) == ({"stats": stats}, dict)
+
+
 def test_pickling_carries_the_options(engine, path):
     options = {
         "engine": engine,

@@ -261,6 +261,22 @@ def test_few_of_many_files_are_open(many, tmp_path):
     assert left_open(tmp_path) == []
 
 
+@pytest.mark.parametrize("how", ["batch", "stream"])
+def test_an_error_leaves_no_file_open(tmp_path, how):
+    """The error of one file cancels the request of the other, which has many blocks."""
+    sizes, paths = [64 << 20, 100], [tmp_path / "large", tmp_path / "short"]
+    for path, size in zip(paths, sizes, strict=True):
+        path.touch()
+        os.truncate(path, size)
+    dataset = RecordDataset(paths, [0, 0], sizes, files=[0, 1])
+    os.truncate(paths[1], 50)
+    stream = iter(BatchStream(dataset, [[0, 1]]))
+    with pytest.raises(OSError, match=r"past the end of .*short"):
+        next(stream) if how == "stream" else dataset.__getitems__([0, 1])
+    del stream, dataset
+    assert left_open(tmp_path) == []
+
+
 def test_a_forked_worker_reads_while_its_parent_does(many):
     """The worker drops files that its parent's requests are reading."""
     dataset = RecordDataset(**many, transform=torch.sum)

@@ -1,5 +1,6 @@
 """HTML tables that notebooks show instead of a repr."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -12,6 +13,10 @@ class Figures(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         return html_table("", self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch.load refuses a type that it does not know, and a plain dict made by a call.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def html_table(caption: str, rows: Mapping[str, object]) -> str:

@@ -25,7 +25,8 @@ cdef object path_or_descriptor(object file):
         return file
     if file is MISSING:
         raise TypeError("the argument 'file' is missing: a path, a descriptor or a file")
-    if not isinstance(file, (bool, _numpy_bool)):
+    # With both in one tuple, Cython 3.3 does not check whether isinstance() raises.
+    if not (isinstance(file, bool) or isinstance(file, _numpy_bool)):
         for convert in (os.fspath, operator.index):
             try:
                 return convert(file)
@@ -86,7 +87,7 @@ cpdef int64_t deadline_ns(object timeout) except -2:
     """Return the monotonic time, in ns, at which a timeout in seconds ends; -1: never."""
     if timeout is None:
         return -1
-    if isinstance(timeout, (bool, _numpy_bool)):
+    if isinstance(timeout, bool) or isinstance(timeout, _numpy_bool):
         raise TypeError(f"timeout is {timeout}; it must be seconds, or None")
     cdef double seconds
     try:

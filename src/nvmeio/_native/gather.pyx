@@ -173,9 +173,11 @@ cdef class GatherRequest(Request):
         self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
     ) except? -1:
         cdef nvmeio_gather gather
-        cdef nvmeio_file *c_file = self.file.retain()
+        cdef nvmeio_file *c_file
         cdef int result
+        # Before retain(), because it runs Python code, which Ctrl-C may interrupt.
         self.describe(&gather)
+        c_file = self.file.retain()
         gather.file = c_file
         gather.after = after[0]
         with nogil:
@@ -296,7 +298,9 @@ cdef GatherRequest new_gather(
 
 cdef object integers(str name, object values):
     """Return a one-dimensional array of int64; raise TypeError or ValueError."""
-    if isinstance(values, (str, bytes, os.PathLike)):
+    # Not all in one tuple: Cython 3.3 does not check there whether isinstance() raises, and
+    # that of an abstract class, as Python code, may raise KeyboardInterrupt.
+    if isinstance(values, (str, bytes)) or isinstance(values, os.PathLike):
         raise TypeError(
             f"{name} is the path {os.fspath(values)!r}; it must be integers: are the first "
             "two arguments swapped?"

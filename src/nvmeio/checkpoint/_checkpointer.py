@@ -56,6 +56,11 @@ _STEPS_SHOWN = 10
 _log = logging.getLogger("nvmeio")
 
 
+def _is_lost(error: Exception) -> bool:
+    """Return whether an error means that a step is damaged or gone."""
+    return not isinstance(error, OSError) or error.errno in _LOST
+
+
 def _with(error: Exception, words: str) -> Exception:
     """Return an error of the same type whose message ends in `words`."""
     if isinstance(error, OSError):
@@ -666,7 +671,9 @@ class Checkpointer:
                 return step, self._read_or_copy(step, read, files)
             except GoneError:
                 raise self._missing(step) from None
-        passed_over: dict[int, Exception] = {}
+        # The words of the errors.  An error's traceback would keep all that was read, and
+        # `into`, in memory while older steps are read.
+        passed_over: dict[int, str] = {}
         for each in self._going_down(self._copied()):
             try:
                 return each, self._read_or_copy(each, read, files)
@@ -676,33 +683,33 @@ class Checkpointer:
                 # The step may be intact, so an older one must not silently replace it.
                 raise
             except (CheckpointError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in _LOST:
+                if not _is_lost(error):
                     raise
-                self._remember_damage(each)
                 if each not in passed_over:
                     words = f"step {each} is skipped: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=4)
-                passed_over.setdefault(each, error)
+                passed_over.setdefault(each, str(error))
         if passed_over:
             # A caller that begins anew on FileNotFoundError must not do so here.
             newest = max(passed_over)
-            damage = passed_over[newest]
             count = len(passed_over)
             which = f"all {count} checkpoints" if count > 1 else "the only checkpoint"
-            words = f"{which} in {self.root} cannot be read; step {newest}: {damage}"
-            raise CheckpointError(words) from damage
+            where = str(self.root)
+            if self._copies is not None:
+                where += f" and {self.drain_to}"
+            words = f"{which} in {where} cannot be read"
+            raise CheckpointError(f"{words}; step {newest}: {passed_over[newest]}")
         words = f"no checkpoint; {what_is_in(str(self.root))}"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
 
     def _read_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
         """Read a step, or its copy if the step is missing or damaged."""
         try:
-            return self._read(step, read)
+            return self._read_noting_damage(step, read)
         except NoChecksumsError:
             raise
         except (CheckpointError, GoneError, OSError) as error:
-            lost = not isinstance(error, OSError) or error.errno in _LOST
-            if self._copies is None or not lost:
+            if self._copies is None or not _is_lost(error):
                 raise
             try:
                 found = self._copies.read(step, read, files)
@@ -727,6 +734,27 @@ class Checkpointer:
             with contextlib.suppress(MovedError), Held(folder, step) as held:
                 return read(held)
         raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
+
+    def _read_noting_damage(self, step: int, read: Any) -> Any:
+        """Read a step; if it is damaged, remember that until its folder is replaced."""
+        # Taken before, because another process may replace the folder after the error.
+        identity = self._identity(step)
+        try:
+            return self._read(step, read)
+        except NoChecksumsError:
+            raise
+        except (CheckpointError, OSError) as error:
+            if _is_lost(error) and identity is not None:
+                self._damaged[step] = identity
+            raise
+
+    def _identity(self, step: int) -> tuple[int, int] | None:
+        """Return inode and ctime of the folder of a step; None if there is none."""
+        try:
+            found = os.lstat(self._folder(step))
+        except OSError:
+            return None
+        return found.st_ino, found.st_ctime_ns
 
     def _missing(self, step: int) -> FileNotFoundError:
         """Return the error for a step that does not exist, or was removed."""
@@ -815,29 +843,17 @@ class Checkpointer:
         return sorted({*self._complete(self._copied())})
 
     def _is_complete(self, step: int) -> bool:
-        try:
-            if step in self._damaged and self._damaged[step] == self._identity(step):
-                return False
-            self._read(step, lambda held: None)
-        except (CheckpointError, GoneError):
+        # One look, because verify() in another thread may remove the entry.
+        damaged = self._damaged.get(step)
+        if damaged is not None and damaged == self._identity(step):
             return False
-        except OSError as error:
-            if error.errno not in _LOST:
+        try:
+            self._read(step, lambda held: None)
+        except (CheckpointError, GoneError, OSError) as error:
+            if not _is_lost(error):
                 raise
             return False
         return True
-
-    def _remember_damage(self, step: int) -> None:
-        """Count a step as damaged until its folder is replaced."""
-        with contextlib.suppress(GoneError):
-            self._damaged[step] = self._identity(step)
-
-    def _identity(self, step: int) -> tuple[int, int]:
-        try:
-            found = os.lstat(self._folder(step))
-        except FileNotFoundError:
-            raise GoneError from None
-        return found.st_ino, found.st_ctime_ns
 
     @suggesting
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
@@ -880,15 +896,10 @@ class Checkpointer:
 
         step = _step_of(step)
         try:
-            self._read(step, read)
-            self._damaged.pop(step, None)
+            self._read_noting_damage(step, read)
         except GoneError:
             raise self._missing(step) from None
-        except NoChecksumsError:
-            raise
-        except CheckpointError:
-            self._remember_damage(step)
-            raise
+        self._damaged.pop(step, None)
 
     @suggesting
     def remove(self, step: int) -> None:

@@ -323,8 +323,10 @@ class OpenFiles:
         # The dataset's own method.  The dataset holds this cache, so a reference back would
         # keep dropped files open until the garbage collector runs.
         self._opened = weakref.WeakMethod(opened)
-        # In the order of use, each with the request that may still be reading it.
-        self._held: dict[int, tuple[Any, Request | None]] = {}
+        # In the order of use, each with the request that may still be reading it.  Weakly,
+        # because the traceback of a failed or cancelled request holds the dataset.  Until
+        # it is done, its Flight holds the request.
+        self._held: dict[int, tuple[Any, weakref.ref[Request] | None]] = {}
 
     def file(self, number: int) -> Any:
         """Return a file, open."""
@@ -345,13 +347,14 @@ class OpenFiles:
         """Start reading a file, which stays open until the request is done."""
         file = self.file(number)
         request = submit(file, *args, **options)
-        self._held[number] = file, request
+        self._held[number] = file, weakref.ref(request)
         return request
 
     def _drop_one(self) -> None:
         """Drop the least recently used file, after its last request is done."""
         for number in list(self._held)[:1]:
-            _, request = self._held.pop(number, (None, None))
+            _, last = self._held.pop(number, (None, None))
+            request = None if last is None else last()
             if request is not None:
                 # A request of the parent process raises OSError in a forked child.
                 with contextlib.suppress(CancelledError, OSError):
