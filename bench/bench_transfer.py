@@ -23,7 +23,7 @@ from loop_mount import try_loop_mount
 from machine import arguments, machine
 from peers import Peers, fio, huge_pages
 from report import finish
-from scratch import Move, Scratch, make_scratch, pieces, whole
+from scratch import Move, Scratch, make_scratch, pieces, scattered, whole
 
 import nvmeio
 
@@ -37,6 +37,9 @@ FIO_PASSES = 2
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
 PAGE_BYTES = 4096
+# Reads of a page: in flight together, and one after another.
+PAGES_COUNT = 16384
+READS = 200
 # The name of memory that was never touched, and how many turns replace one.
 FRESH = "never touched"
 FRESH_TURNS = 8
@@ -145,10 +148,10 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
         touched[:] = 1
         yield f"{library}", lambda m=touched: m[:nbytes], False
         yield f"{library}, at a page", lambda m=touched: aligned(m, nbytes), True
-    scattered = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
-    for page in np.random.default_rng(0).permutation(len(scattered) // PAGE_BYTES):
-        scattered[page * PAGE_BYTES] = 1
-    yield "torch, scattered pages", lambda: aligned(scattered, nbytes), True
+    shuffled = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+    for page in np.random.default_rng(0).permutation(len(shuffled) // PAGE_BYTES):
+        shuffled[page * PAGE_BYTES] = 1
+    yield "torch, scattered pages", lambda: aligned(shuffled, nbytes), True
     fresh = nbytes // FRESH_TURNS
     for library, make in makers.items():
         yield f"{library}, {FRESH}", lambda make=make: make(fresh), False
@@ -199,6 +202,41 @@ def small_comparisons(scratch: Scratch) -> Iterator[Comparison]:
             op == "read",
             alternations=4,
         )
+
+
+def engine_comparisons(scratch: Scratch) -> Iterator[Comparison]:
+    """Compare the engines that nvmeio falls back to with io_uring."""
+    known = nvmeio.engines()
+    engines = [name for name in ("io_uring", "libaio", "threads") if known[name]["works"]]
+    handles = {name: nvmeio.Handle(engine=name) for name in engines}
+    page: np.ndarray = scratch.pool[:PAGE_BYTES].numpy()
+    pages = scratch.pool[: min(PAGES_COUNT * PAGE_BYTES, scratch.pool.nbytes)]
+
+    def one_by_one(handle: nvmeio.Handle) -> Move:
+        return scattered(
+            lambda at: handle.read(page, scratch.file, at), scratch, READS, PAGE_BYTES
+        )
+
+    works: dict[str, tuple[Callable[[nvmeio.Handle], Move], int, int]] = {
+        "read, one request": (lambda h: whole(h, scratch, "read", scratch.pool), 0, 1),
+        "write, one request": (lambda h: whole(h, scratch, "write", scratch.pool), 0, 1),
+        f"read, {pages.nbytes // PAGE_BYTES} x 4 KiB": (
+            lambda h: pieces(h, scratch, "read", pages, PAGE_BYTES),
+            PAGE_BYTES,
+            2,
+        ),
+        "read, 4 KiB synchronous": (one_by_one, PAGE_BYTES, 10),
+    }
+    for work, (turn, record_bytes, alternations) in works.items():
+        for name in engines[1:]:
+            yield Comparison(
+                work,
+                (name, engines[0]),
+                (turn(handles[name]), turn(handles[engines[0]])),
+                work.startswith("read"),
+                record_bytes=record_bytes,
+                alternations=alternations,
+            )
 
 
 def grid() -> Iterator[dict[str, Any]]:
@@ -255,11 +293,12 @@ def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Com
         "memory": lambda: aiming(memory_comparisons(scratch), Goal("speed", 0.8)),
         "routes": lambda: aiming(route_comparisons(scratch), Goal("speed", 0.95)),
         "small": lambda: aiming(small_comparisons(scratch), Goal("speed", 0.85)),
+        "engines": lambda: engine_comparisons(scratch),
         "default": lambda: aiming(finalists(scratch, quick), Goal("speed", 0.95)),
     }
 
 
-GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "default")
+GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "engines", "default")
 
 
 def loop_places(
