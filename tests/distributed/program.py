@@ -224,6 +224,9 @@ def main():
     globals()[name](**arguments)
     dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo that takes the GIL while Python exits would abort the process.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
