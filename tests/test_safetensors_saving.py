@@ -300,8 +300,16 @@ SYNCS = ("fsync", "fdatasync", "sync_file_range", "syncfs", "sync")
 
 
 @pytest.mark.parametrize("engine", ["threads", "sync"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
+@pytest.mark.parametrize(
+    ("files", "synced"),
+    [
+        (None, ["sync", "rename", "sync"]),
+        (1, ["sync", "rename", "sync"]),
+        # All files are synced before the first gets its name; the index comes last.
+        (2, ["sync", "sync", *["rename", "sync"] * 2, "sync", "rename", "sync"]),
+    ],
+)
+def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, files, synced):
     """The file is synced before it gets its name, the folder afterwards.
 
     Other engines sync by their rings, which strace does not see.
@@ -310,8 +318,8 @@ def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
     child = Child(
         "save_unsynced_and_synced",
         traced=(*SYNCS, "rename", "renameat", "renameat2"),
-        path=str(tmp_path if sharded else tmp_path / "model.safetensors"),
-        sharded=sharded,
+        path=str(tmp_path if files else tmp_path / "model.safetensors"),
+        files=files,
         env={"NVMEIO_ENGINE": engine},
     )
     child.ready()
@@ -319,7 +327,7 @@ def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
     done = child.finish()
     assert done.report == ["ok", "ok"]
     calls = re.findall(r"(sync|rename)\w*\(", done.log)
-    assert calls == ["rename", "sync", "rename", "sync"]
+    assert calls == ["rename"] * synced.count("rename") + synced
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 
 import numpy as np
 import pytest
@@ -273,6 +274,13 @@ class TestReplacing:
             save_sharded(tensors_of([6] * 2), tmp_path, 6000, progress=fail)
         assert (tmp_path / INDEX).read_bytes() == before
         assert bits(load_sharded(tmp_path)) == bits(tensors_of([6] * 3))
+
+    def test_a_copy_by_hard_links_keeps_the_old_model(self, tmp_path):
+        save_sharded(tensors_of([6] * 2), tmp_path / "model", 6000)
+        shutil.copytree(tmp_path / "model", tmp_path / "copy", copy_function=os.link)
+        save_sharded(tensors_of([6] * 3), tmp_path / "model", 6000)
+        for folder, files in (("model", 3), ("copy", 2)):
+            assert bits(load_sharded(tmp_path / folder)) == bits(tensors_of([6] * files))
 
     def test_an_old_index_is_durably_removed_before_its_files(self, tmp_path, monkeypatch):
         save_sharded(tensors_of([6] * 2), tmp_path, 6000)

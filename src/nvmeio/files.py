@@ -323,6 +323,23 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
             link(file.fileno(), temporary)
 
 
+def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
+    """Write a new file and give it the name of another, even one with other hard links.
+
+    A copy of a folder that has hard links of its files then keeps the old contents.  With
+    ``sync=False``, nothing is synced.
+    """
+    path, handle = path_of(path), default_handle()
+    with (
+        synced_folder(path) if sync else contextlib.nullcontext(),
+        naming(path),
+        file_in_place_of(resolved(path)) as file,
+    ):
+        handle.write(buffer, file)
+        if sync:
+            handle.fsync(file)
+
+
 def _in_folder(create: Callable[[], File]) -> File:
     """Create a file; explain a PermissionError, which is about its directory."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 from nvmeio._arguments.checks import flag, integer, shown
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
-from nvmeio.files import write_file
+from nvmeio.files import replace_file
 from nvmeio.safetensors._dtypes import torch_module
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import Direct, ModelFile
@@ -360,7 +360,7 @@ def save_sharded(
         places = {key: name for name, shard in pairs for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_file(contents.encode(), os.path.join(folder, INDEX_NAME), sync=sync)
+        replace_file(contents.encode(), os.path.join(folder, INDEX_NAME), sync=sync)
         names.append(INDEX_NAME)
     _remove_others(folder, set(names))
     return names
