@@ -960,6 +960,24 @@ def test_missing_checksums_are_an_error(root):
         Checkpointer(root, verify="checksum").restore()
 
 
+def test_a_format_of_another_version_is_an_error(root):
+    """No older step is restored instead, and the step is neither counted nor pruned."""
+    with Checkpointer(root, keep=1) as checkpointer:
+        checkpointer.save(1, 1)
+        checkpointer.save(2, 2)
+        path = root / "step-2" / "manifest.json"
+        old = path.read_text()
+        path.write_text(old.replace("nvmeio-checkpoint-1", "nvmeio-checkpoint-2"))
+        for step in (None, 2):
+            with pytest.raises(CheckpointError, match=f"{path} is of the format nvmeio-ch"):
+                checkpointer.restore(step)
+        for step in (3, 4):
+            checkpointer.save(step, step)
+        assert checkpointer.steps() == [4]
+        path.write_text(old)
+        assert checkpointer.restore(2) == 2
+
+
 def test_a_closed_checkpointer_takes_no_lock(root):
     checkpointer = Checkpointer(root)
     checkpointer.save(1, 1)

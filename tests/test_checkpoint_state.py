@@ -550,6 +550,7 @@ class TestInto:
             (["list/0"], KeyError, "is a list, .* whole list, 'list'"),
             ("lr", TypeError, "iterable of names"),
             ([1], TypeError, "iterable of names"),
+            (1, TypeError, "names is 1; it must be an iterable of names"),
         ):
             with pytest.raises(error, match=words):
                 checkpointer.restore(names=names)

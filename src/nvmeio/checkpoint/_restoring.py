@@ -13,7 +13,7 @@ from nvmeio._files.descriptors import FOLDER, close_quietly
 from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
-from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
+from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -166,7 +166,7 @@ class Held:
 
     def _require_checksums(self) -> None:
         if self.manifest.checksum is None:
-            raise NoChecksumsError(
+            raise NotDamagedError(
                 f"{self.folder} was saved without checksums, so it cannot be verified"
             )
 
