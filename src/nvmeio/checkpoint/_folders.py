@@ -104,7 +104,9 @@ def atomic_directory(
     """
     replace, sync = flag("replace", replace), flag("sync", sync)
     nbytes = None if reserve is None else whole("reserve", reserve, 0, _SIZE_MAX)
-    target = resolved(path_of(path), follow=False)
+    name = os.fsdecode(path_of(path))
+    # "folder/" names the folder too, as for mkdir().
+    target = resolved(name.rstrip("/") or name, follow=False)
     with Unfinished(target, replace=replace) as unfinished:
         if nbytes:
             unfinished.reserve(nbytes)
