@@ -337,6 +337,7 @@ def test_a_source_that_changes_is_an_error(source, tmp_path, watched):
         ({"last": {"a", "b"}}, TypeError, "it must be a sequence of names"),
         ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
+        ({"bandwidth": float("inf")}, ValueError, "bandwidth is inf; it must be .* finite"),
         (
             {"bandwidth": "1G"},
             TypeError,
