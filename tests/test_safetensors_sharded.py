@@ -437,6 +437,8 @@ class TestIndex:
             ({"names": ["none"]}, SafetensorError, "does not contain tensor none"),
             ({"names": ["gone"]}, FileNotFoundError, "gone.safetensors"),
             ({"names": "abc"}, TypeError, "iterable of names"),
+            ({"names": 5}, TypeError, "names is 5; it must be an iterable of names"),
+            ({"out": [torch.ones(1)]}, TypeError, "out is of type list; it must be a dict"),
             (
                 {"names": ["a"], "framework": "tf"},
                 SafetensorError,

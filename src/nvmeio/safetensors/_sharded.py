@@ -108,8 +108,10 @@ def load_sharded(
     >>> found["first"].shape, found["second"]
     ((1000,), array([0, 1, 2]))
     """
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
+    if not isinstance(out, Mapping | None):
+        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
     check_progress(progress)
     if not isinstance(slices, (Mapping, type(None))):
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
