@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import stat
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,22 @@ def test_staging_memory_is_not_refilled_before_it_is_written(old, monkeypatch):
     array = np.random.default_rng(2).integers(0, 256, 25 * PAGE + 5, np.uint8)
     save({"a": array}, old)
     assert holds(old, {"a": array})
+
+
+def test_one_part_at_a_time_is_in_memory(tmp_path):
+    """It may be the copy of a tensor on a device, or a state that is on a drive."""
+
+    def parts():
+        for _ in range(3):
+            part = np.ones(PAGE, np.uint8)
+            seen = weakref.ref(part)
+            yield part
+            del part
+            assert seen() is None
+
+    with nvmeio.File(tmp_path / "file", "x") as file:
+        _writing.write(nvmeio.default_handle(), file, parts(), 3 * PAGE)
+        assert file.size == 3 * PAGE
 
 
 class TestFull:
