@@ -376,6 +376,13 @@ def test_impossible_drains_are_refused(source, tmp_path):
 # Checkpointer(drain_to=...)
 
 
+def test_the_root_is_no_place_for_its_own_copies(tmp_path):
+    (tmp_path / "link").symlink_to("run")
+    for target in (tmp_path / "run", tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"drain_to is '{target}', the root itself"):
+            Checkpointer(tmp_path / "run", drain_to=target)
+
+
 def state_of(seed):
     return {"a": np.arange(300_000) * seed, "seed": seed}
 

@@ -289,6 +289,10 @@ class Checkpointer:
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
         if self.drain_to is not None and "://" not in self.drain_to:
             self.drain_to = os.fsdecode(absolute(self.drain_to))
+            if os.path.realpath(self.drain_to) == os.path.realpath(self.root):
+                raise ValueError(
+                    f"drain_to is {self.drain_to!r}, the root itself; choose another folder"
+                )
         self.restored: int | None = None
         self._writer = WriterLock(
             str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"

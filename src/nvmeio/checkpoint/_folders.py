@@ -45,8 +45,8 @@ _PART_BYTES_MAX = 80
 _SIZE_MAX = (1 << 63) - 1
 
 
-@suggesting
 @contextlib.contextmanager
+@suggesting
 def atomic_directory(
     path: Path, *, replace: bool = False, reserve: int | None = None, sync: bool = True
 ) -> Iterator[pathlib.Path]:
