@@ -33,7 +33,7 @@ from nvmeio.checkpoint import (
     _restoring,
     _saving,
 )
-from nvmeio.checkpoint._folders import Unfinished
+from nvmeio.checkpoint._folders import Unfinished, remove_unfinished
 from workloads.checkpoints import same, state_of
 
 
@@ -193,6 +193,10 @@ def test_bad_steps(root, step):
             checkpointer.save(step, 1)
         with pytest.raises((TypeError, ValueError), match="step is"):
             checkpointer.verify(step)
+
+
+def fail_to_lock(descriptor, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def flip(path, at):
@@ -760,6 +764,30 @@ class TestSequence:
                 assert (root / names[0]).is_dir()
         finally:
             os.close(held)
+
+    def test_the_next_save_removes_what_an_interrupted_one_left(self, root, monkeypatch):
+        """Such as Ctrl-C in a notebook, whose process goes on."""
+
+        def interrupted(folder, **options):
+            raise KeyboardInterrupt
+
+        with Checkpointer(root, keep=1) as checkpointer:
+            checkpointer.save(1, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "rmtree", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    checkpointer.save(2, 2)
+            (left,) = {*os.listdir(root)} - {".nvmeio-lock", "step-2"}
+            assert left.startswith(".step-1.")
+            with Unfinished(str(root / "step-5"), replace=True) as used:
+                # It may belong to a thread, if the file system cannot lock folders.
+                with monkeypatch.context() as patch:
+                    patch.setattr(fcntl, "flock", fail_to_lock)
+                    remove_unfinished(str(root), "step-", own=True)
+                assert (root / left).is_dir()
+                checkpointer.save(3, 3)
+                assert os.path.isdir(used.path)
+            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
 
     def test_a_reader_finds_the_next_step_if_the_last_one_goes(self, root):
         """With keep=1 a writer removes the last step once the next one is there."""

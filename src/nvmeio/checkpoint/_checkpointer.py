@@ -484,8 +484,8 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         """Create and lock the root, and remove unfinished folders of dead processes."""
         make_folders(str(self.root))
-        if self._writer.take():
-            remove_unfinished(str(self.root), "step-")
+        # Of this process only what an interrupted save has left, because none is going on.
+        remove_unfinished(str(self.root), "step-", own=not self._writer.take())
         # Listed only once, because remote storage may be slow.
         copied = [] if self._begun else self._copied()
         self._begun = True
