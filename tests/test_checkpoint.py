@@ -34,6 +34,7 @@ from nvmeio.checkpoint import (
     _saving,
 )
 from nvmeio.checkpoint._folders import Unfinished, remove_unfinished
+from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
 
 
@@ -787,6 +788,20 @@ class TestSequence:
                 assert (root / left).is_dir()
                 checkpointer.save(3, 3)
                 assert os.path.isdir(used.path)
+            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
+
+    def test_no_lock_stays_if_a_with_block_does_not_begin(self, root):
+        """Ctrl-C may come between the call and the block."""
+        with Checkpointer(root, keep=1) as checkpointer:
+            folder = str(checkpointer.save(1, 1))
+            for call in (
+                lambda: Held(folder, 1),
+                lambda: Unfinished(str(root / "step-2"), replace=True),
+            ):
+                before = len(os.listdir("/proc/self/fd"))
+                call()
+                assert len(os.listdir("/proc/self/fd")) == before
+            checkpointer.save(3, 3)
             assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
 
     def test_a_reader_finds_the_next_step_if_the_last_one_goes(self, root):

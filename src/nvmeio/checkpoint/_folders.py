@@ -122,6 +122,8 @@ class Unfinished:
     As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
 
+    descriptor = -1
+
     def __init__(self, target: str, *, replace: bool) -> None:
         self.target, self.replace = target, replace
         _check_target(target, replace)
@@ -145,6 +147,10 @@ class Unfinished:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             close_quietly(descriptor)
+
+    def __del__(self) -> None:
+        # Ctrl-C may come before the ``with`` block begins.
+        self.close()
 
     def __enter__(self) -> "Unfinished":
         return self

@@ -113,6 +113,11 @@ class Held:
         while self._descriptors:
             close_quietly(self._descriptors.pop())
 
+    def __del__(self) -> None:
+        # Ctrl-C may come before the ``with`` block begins.
+        if hasattr(self, "_descriptors"):
+            self.close()
+
     def __enter__(self) -> "Held":
         return self
 
