@@ -34,6 +34,21 @@ def test_a_folder_appears_when_it_is_complete(tmp_path, sync):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_slash_at_the_end_makes_no_difference(tmp_path):
+    for text in ("one", "two"):
+        with atomic_directory(f"{tmp_path}/a//", replace=True) as folder:
+            (folder / "file").write_text(text)
+        assert (tmp_path / "a" / "file").read_text() == text
+    (tmp_path / "link").symlink_to("a")
+    with (
+        pytest.raises(NotADirectoryError, match="it is a symbolic link"),
+        atomic_directory(f"{tmp_path}/link/", replace=True),
+    ):
+        pass
+    with pytest.raises(IsADirectoryError), atomic_directory("/", replace=True):
+        pass
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("replace", [True, False])
 def test_an_exception_leaves_what_was_there(tmp_path, error, replace):

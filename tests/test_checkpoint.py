@@ -33,7 +33,8 @@ from nvmeio.checkpoint import (
     _restoring,
     _saving,
 )
-from nvmeio.checkpoint._folders import Unfinished
+from nvmeio.checkpoint._folders import Unfinished, remove_unfinished
+from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
 
 
@@ -193,6 +194,10 @@ def test_bad_steps(root, step):
             checkpointer.save(step, 1)
         with pytest.raises((TypeError, ValueError), match="step is"):
             checkpointer.verify(step)
+
+
+def fail_to_lock(descriptor, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def flip(path, at):
@@ -761,6 +766,44 @@ class TestSequence:
         finally:
             os.close(held)
 
+    def test_the_next_save_removes_what_an_interrupted_one_left(self, root, monkeypatch):
+        """Such as Ctrl-C in a notebook, whose process goes on."""
+
+        def interrupted(folder, **options):
+            raise KeyboardInterrupt
+
+        with Checkpointer(root, keep=1) as checkpointer:
+            checkpointer.save(1, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "rmtree", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    checkpointer.save(2, 2)
+            (left,) = {*os.listdir(root)} - {".nvmeio-lock", "step-2"}
+            assert left.startswith(".step-1.")
+            with Unfinished(str(root / "step-5"), replace=True) as used:
+                # It may belong to a thread, if the file system cannot lock folders.
+                with monkeypatch.context() as patch:
+                    patch.setattr(fcntl, "flock", fail_to_lock)
+                    remove_unfinished(str(root), "step-", own=True)
+                assert (root / left).is_dir()
+                checkpointer.save(3, 3)
+                assert os.path.isdir(used.path)
+            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
+
+    def test_no_lock_stays_if_a_with_block_does_not_begin(self, root):
+        """Ctrl-C may come between the call and the block."""
+        with Checkpointer(root, keep=1) as checkpointer:
+            folder = str(checkpointer.save(1, 1))
+            for call in (
+                lambda: Held(folder, 1),
+                lambda: Unfinished(str(root / "step-2"), replace=True),
+            ):
+                before = len(os.listdir("/proc/self/fd"))
+                call()
+                assert len(os.listdir("/proc/self/fd")) == before
+            checkpointer.save(3, 3)
+            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
+
     def test_a_reader_finds_the_next_step_if_the_last_one_goes(self, root):
         """With keep=1 a writer removes the last step once the next one is there."""
         with Checkpointer(root, keep=1) as writer:
@@ -958,6 +1001,24 @@ def test_missing_checksums_are_an_error(root):
     # The step may be right, so an older one does not replace it.
     with pytest.raises(CheckpointError, match="step-2 was saved without checksums"):
         Checkpointer(root, verify="checksum").restore()
+
+
+def test_a_format_of_another_version_is_an_error(root):
+    """No older step is restored instead, and the step is neither counted nor pruned."""
+    with Checkpointer(root, keep=1) as checkpointer:
+        checkpointer.save(1, 1)
+        checkpointer.save(2, 2)
+        path = root / "step-2" / "manifest.json"
+        old = path.read_text()
+        path.write_text(old.replace("nvmeio-checkpoint-1", "nvmeio-checkpoint-2"))
+        for step in (None, 2):
+            with pytest.raises(CheckpointError, match=f"{path} is of the format nvmeio-ch"):
+                checkpointer.restore(step)
+        for step in (3, 4):
+            checkpointer.save(step, step)
+        assert checkpointer.steps() == [4]
+        path.write_text(old)
+        assert checkpointer.restore(2) == 2
 
 
 def test_a_closed_checkpointer_takes_no_lock(root):

@@ -442,6 +442,12 @@ def test_metadata(checkpointer):
     checkpointer.save(2, {})
     assert same(checkpointer.metadata(1), said)
     assert checkpointer.metadata() is None
+    for value, error, words in (
+        ({1}, TypeError, "is of type"),
+        (1 << 20_000, ValueError, "has"),
+    ):
+        with pytest.raises(error, match=rf"^metadata\['x'\] {words}"):
+            checkpointer.save(3, 1, {"x": value})
     with pytest.raises(TypeError, match=r"metadata\['x'\] is a tensor"):
         checkpointer.save(3, {}, {"x": torch.ones(1)})
 
@@ -550,6 +556,7 @@ class TestInto:
             (["list/0"], KeyError, "is a list, .* whole list, 'list'"),
             ("lr", TypeError, "iterable of names"),
             ([1], TypeError, "iterable of names"),
+            (1, TypeError, "names is 1; it must be an iterable of names"),
         ):
             with pytest.raises(error, match=words):
                 checkpointer.restore(names=names)

@@ -337,6 +337,7 @@ def test_a_source_that_changes_is_an_error(source, tmp_path, watched):
         ({"last": {"a", "b"}}, TypeError, "it must be a sequence of names"),
         ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
+        ({"bandwidth": float("inf")}, ValueError, "bandwidth is inf; it must be .* finite"),
         (
             {"bandwidth": "1G"},
             TypeError,
@@ -373,6 +374,13 @@ def test_impossible_drains_are_refused(source, tmp_path):
 
 
 # Checkpointer(drain_to=...)
+
+
+def test_the_root_is_no_place_for_its_own_copies(tmp_path):
+    (tmp_path / "link").symlink_to("run")
+    for target in (tmp_path / "run", tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"drain_to is '{target}', the root itself"):
+            Checkpointer(tmp_path / "run", drain_to=target)
 
 
 def state_of(seed):

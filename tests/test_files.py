@@ -77,6 +77,18 @@ def test_a_file_of_reported_size_0_is_read_to_its_end(name):
         assert text[:20] == file.read()[:20]
 
 
+def test_a_file_of_sysfs_is_read_to_its_end():
+    """It reports the size of a page."""
+    name = "/sys/devices/system/cpu/online"
+    with open(name, "rb") as file:
+        text = file.read()
+    assert len(text) < os.stat(name).st_size
+    assert nvmeio.read_file(name).tobytes() == text
+    assert nvmeio.read_file(name, 1).tobytes() == text[1:]
+    with pytest.raises(OSError, match=f"is beyond the end of the file, {len(text)}"):
+        nvmeio.read_file(name, 0, os.stat(name).st_size)
+
+
 def test_an_error_of_a_file_of_reported_size_0_has_its_path(monkeypatch):
     """/proc/self/mem cannot be read at address 0."""
     with pytest.raises(OSError, match="Input/output error") as caught:

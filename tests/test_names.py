@@ -140,6 +140,22 @@ CALLS = {
         "overwritee",
         "overwrite",
     ),
+    "atomic_directory": (
+        lambda **k: nvmeio.checkpoint.atomic_directory("x", **k),
+        "replce",
+        "replace",
+    ),
+    "load_sharded": (
+        lambda **k: nvmeio.safetensors.load_sharded("x", **k),
+        "name",
+        "names",
+    ),
+    "save_sharded": (
+        lambda **k: nvmeio.safetensors.save_sharded({}, "x", **k),
+        "max_size",
+        "max_shard_size",
+    ),
+    "read_profile": (lambda **k: nvmeio.profiles.read_profile(**k), "fil", "file"),
     "aio_read": (lambda **k: nvmeio.aio_read(b"", "x", **k), "valid", "validate"),
     "TokenDataset": (
         lambda **k: nvmeio.torch.TokenDataset("x", 3, **k),

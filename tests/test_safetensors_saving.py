@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import stat
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,22 @@ def test_staging_memory_is_not_refilled_before_it_is_written(old, monkeypatch):
     array = np.random.default_rng(2).integers(0, 256, 25 * PAGE + 5, np.uint8)
     save({"a": array}, old)
     assert holds(old, {"a": array})
+
+
+def test_one_part_at_a_time_is_in_memory(tmp_path):
+    """It may be the copy of a tensor on a device, or a state that is on a drive."""
+
+    def parts():
+        for _ in range(3):
+            part = np.ones(PAGE, np.uint8)
+            seen = weakref.ref(part)
+            yield part
+            del part
+            assert seen() is None
+
+    with nvmeio.File(tmp_path / "file", "x") as file:
+        _writing.write(nvmeio.default_handle(), file, parts(), 3 * PAGE)
+        assert file.size == 3 * PAGE
 
 
 class TestFull:
@@ -300,8 +317,16 @@ SYNCS = ("fsync", "fdatasync", "sync_file_range", "syncfs", "sync")
 
 
 @pytest.mark.parametrize("engine", ["threads", "sync"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
+@pytest.mark.parametrize(
+    ("files", "synced"),
+    [
+        (None, ["sync", "rename", "sync"]),
+        (1, ["sync", "rename", "sync"]),
+        # All files are synced before the first gets its name; the index comes last.
+        (2, ["sync", "sync", *["rename", "sync"] * 2, "sync", "rename", "sync"]),
+    ],
+)
+def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, files, synced):
     """The file is synced before it gets its name, the folder afterwards.
 
     Other engines sync by their rings, which strace does not see.
@@ -310,8 +335,8 @@ def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
     child = Child(
         "save_unsynced_and_synced",
         traced=(*SYNCS, "rename", "renameat", "renameat2"),
-        path=str(tmp_path if sharded else tmp_path / "model.safetensors"),
-        sharded=sharded,
+        path=str(tmp_path if files else tmp_path / "model.safetensors"),
+        files=files,
         env={"NVMEIO_ENGINE": engine},
     )
     child.ready()
@@ -319,7 +344,7 @@ def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
     done = child.finish()
     assert done.report == ["ok", "ok"]
     calls = re.findall(r"(sync|rename)\w*\(", done.log)
-    assert calls == ["rename", "sync", "rename", "sync"]
+    assert calls == ["rename"] * synced.count("rename") + synced
 
 
 @pytest.mark.parametrize(

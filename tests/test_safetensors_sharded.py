@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 
 import numpy as np
 import pytest
@@ -274,6 +275,13 @@ class TestReplacing:
         assert (tmp_path / INDEX).read_bytes() == before
         assert bits(load_sharded(tmp_path)) == bits(tensors_of([6] * 3))
 
+    def test_a_copy_by_hard_links_keeps_the_old_model(self, tmp_path):
+        save_sharded(tensors_of([6] * 2), tmp_path / "model", 6000)
+        shutil.copytree(tmp_path / "model", tmp_path / "copy", copy_function=os.link)
+        save_sharded(tensors_of([6] * 3), tmp_path / "model", 6000)
+        for folder, files in (("model", 3), ("copy", 2)):
+            assert bits(load_sharded(tmp_path / folder)) == bits(tensors_of([6] * files))
+
     def test_an_old_index_is_durably_removed_before_its_files(self, tmp_path, monkeypatch):
         save_sharded(tensors_of([6] * 2), tmp_path, 6000)
         unlink, sync, said = os.unlink, os.fsync, []
@@ -429,6 +437,8 @@ class TestIndex:
             ({"names": ["none"]}, SafetensorError, "does not contain tensor none"),
             ({"names": ["gone"]}, FileNotFoundError, "gone.safetensors"),
             ({"names": "abc"}, TypeError, "iterable of names"),
+            ({"names": 5}, TypeError, "names is 5; it must be an iterable of names"),
+            ({"out": [torch.ones(1)]}, TypeError, "out is of type list; it must be a dict"),
             (
                 {"names": ["a"], "framework": "tf"},
                 SafetensorError,

@@ -394,8 +394,11 @@ class TestNames:
             nvmeio.safetensors.SafetensorError, match="does not contain tensor none"
         ):
             OURS[kind].load_file(saved, names=["float32 ()", "none"])
-        with pytest.raises(TypeError, match="iterable of names"):
-            OURS[kind].load_file(saved, names="none")
+        for names in ("none", 5):
+            with pytest.raises(TypeError, match="iterable of names"):
+                OURS[kind].load_file(saved, names=names)
+        with pytest.raises(TypeError, match="out is of type list; it must be a dict"):
+            OURS[kind].load_file(saved, out=[])
 
 
 class TestProgress:

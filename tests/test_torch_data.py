@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -616,6 +617,20 @@ def doubled(sample):
 
 
 class TestBatchStream:
+    def test_a_stream_keeps_no_batch_that_the_loop_has_freed(self, file, labels):
+        seen = []
+
+        def batches():
+            for number in range(6):
+                # The batch before is freed when the stream reads ahead again.
+                assert [one for one in seen if one() is not None] == []
+                yield [number]
+
+        for batch in BatchStream(ArrayDataset(file, labels), batches(), 2):
+            seen += map(weakref.ref, batch)
+            del batch
+        assert len(seen) == 12
+
     @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
     @pytest.mark.parametrize("depth", [1, 2, 50])
     def test_a_stream_returns_what_a_loader_returns(self, file, labels, make, depth):

@@ -8,6 +8,7 @@ import inspect
 import os
 import pickle
 import re
+import shutil
 
 import pytest
 
@@ -312,7 +313,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, place):
     def fail(*arguments, **options):
         raise broken
 
-    names = {"write_data": "reserve", "metadata": "write_file", "sync": "sync_folder"}
+    names = {"write_data": "reserve", "metadata": "replace_file", "sync": "sync_folder"}
     monkeypatch.setattr(_writing, names[place], fail)
     before = {*os.listdir(tmp_path)}
     with pytest.raises(CheckpointException, match="broken"):
@@ -324,6 +325,14 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, place):
         assert same(load(tmp_path, zeroed(state_of(1)), reader), state_of(1))
     save(tmp_path, state_of(3))
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_copy_by_hard_links_keeps_the_old_checkpoint(tmp_path):
+    save(tmp_path / "run", state_of(1))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
+    save(tmp_path / "run", state_of(2))
+    for folder, seed in (("run", 2), ("copy", 1)):
+        assert same(load(tmp_path / folder, zeroed(state_of(seed))), state_of(seed))
 
 
 def test_of_two_concurrent_saves_one_wins(tmp_path):

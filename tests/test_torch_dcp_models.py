@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import os
+import shutil
 
 import pytest
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nvmeio.safetensors import load_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -141,7 +143,17 @@ def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
 
 
-@pytest.mark.parametrize("place", ["save", "write_file", "sync_folder"])
+def test_a_copy_by_hard_links_keeps_the_old_model(tmp_path):
+    save(tmp_path / "run", state_of(1))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
+    mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
+    save(tmp_path / "run", state_of(2), fqn_to_index_mapping=mapping)
+    for folder, seed in (("run", 2), ("copy", 1)):
+        assert same(load(tmp_path / folder, zeroed(state_of(seed))), state_of(seed))
+        assert load_sharded(tmp_path / folder).keys() == state_of(seed).keys()
+
+
+@pytest.mark.parametrize("place", ["save", "replace_file", "sync_folder"])
 def test_a_failed_save_leaves_the_old_checkpoint_or_none(tmp_path, monkeypatch, place):
     save(tmp_path, state_of(1))
 

@@ -198,13 +198,23 @@ class TestParts:
         with pytest.raises(ValueError, match=r"out\['half'\] has the dtype torch.float32"):
             nvmeio.torch.load(path, out=wrong)
         assert not wrong["weight"].any()
+        wrong = {"weight": torch.zeros(700, 500), "parameter": torch.zeros(1).expand(3)}
+        with pytest.raises(ValueError, match=r"out\['parameter'\] is expanded"):
+            nvmeio.torch.load(path, out=wrong)
+        assert not wrong["weight"].any()
 
     def test_missing_names_are_refused(self, path, state):
         nvmeio.torch.save(state, path)
         with pytest.raises(KeyError, match="'no'"):
             nvmeio.torch.load(path, names=["weight", "no"])
-        with pytest.raises(TypeError, match="iterable of names"):
-            nvmeio.torch.load(path, names="weight")
+        for names in ("weight", 5):
+            with pytest.raises(
+                TypeError, match=f"names is {names!r}; it must be an iterab"
+            ):
+                nvmeio.torch.load(path, names=names)
+        for out in ([torch.zeros(1)], torch.zeros(1)):
+            with pytest.raises(TypeError, match=r"out is .*; it must be a dict"):
+                nvmeio.torch.load(path, out=out)
         nvmeio.torch.save([1], path)
         with pytest.raises(TypeError, match="need a dict"):
             nvmeio.torch.load(path, names=["weight"])

@@ -5,6 +5,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
 from typing import Any, overload
 
 import numpy as np
@@ -73,8 +74,8 @@ def read_file(
 
     Notes
     -----
-    A file that reports a size of 0, like those in ``/proc``, is read to its end by ordinary
-    reads.  Releases the GIL while it waits.  Uses ``default_handle()``.
+    A file of ``/sys``, or one that reports a size of 0, like those in ``/proc``, is read to
+    its end by ordinary reads.  Releases the GIL while it waits.  Uses ``default_handle()``.
 
     Examples
     --------
@@ -110,7 +111,7 @@ def _opened(
     file = File(path)
     try:
         end = file.size
-        if end == 0:
+        if end == 0 or _is_of_sysfs(file, end):
             data = np.frombuffer(_read_to_the_end(file), np.uint8)
             count = _count_bytes(file, offset, size, len(data), element)
             return file, data[offset : offset + count].view(element), 0
@@ -122,6 +123,13 @@ def _opened(
     except BaseException:
         file.close()
         raise
+
+
+def _is_of_sysfs(file: File, size: int) -> bool:
+    """Return whether a file's size is not its own: in sysfs it is that of a page."""
+    if size != PAGESIZE or os.fstat(file.fileno()).st_blocks:
+        return False
+    return os.path.realpath(os.fsdecode(file.path)).startswith("/sys/")
 
 
 def _count_bytes(
@@ -321,6 +329,23 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
         yield file
         with replacement(target) as temporary:
             link(file.fileno(), temporary)
+
+
+def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
+    """Write a new file and give it the name of another, even one with other hard links.
+
+    A copy of a folder that has hard links of its files then keeps the old contents.  With
+    ``sync=False``, nothing is synced.
+    """
+    path, handle = path_of(path), default_handle()
+    with (
+        synced_folder(path) if sync else contextlib.nullcontext(),
+        naming(path),
+        file_in_place_of(resolved(path)) as file,
+    ):
+        handle.write(buffer, file)
+        if sync:
+            handle.fsync(file)
 
 
 def _in_folder(create: Callable[[], File]) -> File:

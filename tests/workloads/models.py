@@ -3,6 +3,7 @@
 import os
 import resource
 import traceback
+from functools import partial
 
 import numpy as np
 import safetensors.numpy
@@ -56,10 +57,10 @@ def save_with(path):
     report([outcome, nvmeio.default_handle().pending])
 
 
-def save_unsynced_and_synced(path, sharded):
-    """Save a model file twice, under strace."""
-    tensors = {"a": np.full(1 << 20, 7, np.uint8)}
-    save = save_sharded if sharded else ours.save_file
+def save_unsynced_and_synced(path, files):
+    """Save a model twice, under strace: in several files, or with None in a single one."""
+    tensors = {str(number): np.full(1 << 20, 7, np.uint8) for number in range(files or 1)}
+    save = partial(save_sharded, max_shard_size=1 << 20) if files else ours.save_file
     pause()
     report([outcome_of(save, tensors, path, sync=sync) for sync in (False, True)])
 

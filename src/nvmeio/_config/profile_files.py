@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from nvmeio._arguments.checks import shown
+from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
@@ -92,6 +93,7 @@ class Profile:
     write: Choice
 
 
+@suggesting
 def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Profile:
     """Make a profile for the device of a path, with the current time and versions.
 
@@ -186,6 +188,7 @@ def check_saving() -> None:
         raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
+@suggesting
 def profile_file(device: str) -> pathlib.Path:
     """Return the file of a device's profile.
 
@@ -240,6 +243,7 @@ def saved_profiles() -> list[pathlib.Path]:
     return [folder / name for name in names if name.endswith(".json")]
 
 
+@suggesting
 def save_profile(profile: Profile) -> pathlib.Path:
     """Save a profile, replacing the device's earlier one.
 
@@ -292,6 +296,7 @@ def save_profile(profile: Profile) -> pathlib.Path:
     return file
 
 
+@suggesting
 def load_profile(path: Path) -> Profile | None:
     """Load the profile for the device of a path.
 
@@ -321,6 +326,7 @@ def load_profile(path: Path) -> Profile | None:
     return read_profile(file) if file.exists() else None
 
 
+@suggesting
 def read_profile(file: pathlib.Path) -> Profile:
     """Read a profile from its file.
 

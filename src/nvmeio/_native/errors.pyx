@@ -47,7 +47,7 @@ cdef object error_of(
 
 
 cdef str hint_for(object path):
-    """Return a hint for a file of /proc or /sys, which reports size 0; else ""."""
+    """Return a hint for a file of /proc or /sys, which reports a wrong size; else ""."""
     try:
         of_kernel = os.path.realpath(path).startswith(("/proc/", "/sys/"))
     except (OSError, TypeError):

@@ -8,7 +8,7 @@ import pathlib
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from nvmeio.checkpoint._errors import (
     CheckpointError,
     GoneError,
     MovedError,
-    NoChecksumsError,
+    NotDamagedError,
 )
 from nvmeio.checkpoint._folders import (
     Unfinished,
@@ -212,8 +212,8 @@ class Checkpointer:
         saved.  "checksum": besides, all bytes are those that were saved; with `names`,
         this reads the whole checkpoint instead of a part.  None: the same as "size".
     busy : {"wait", "skip", "raise"}, default "wait"
-        What ``save_async`` does while another save is in progress: wait for it, return None
-        without saving, or raise RuntimeError.
+        What ``save_async`` does while an earlier ``save_async`` is in progress: wait for
+        it, return None without saving, or raise RuntimeError.
     drain_to : str, bytes or os.PathLike, optional
         A folder on another file system, or a URL for fsspec.  Each saved step is copied
         there in the background; `keep` and `keep_every` apply there too.  Steps that are
@@ -289,6 +289,10 @@ class Checkpointer:
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
         if self.drain_to is not None and "://" not in self.drain_to:
             self.drain_to = os.fsdecode(absolute(self.drain_to))
+            if os.path.realpath(self.drain_to) == os.path.realpath(self.root):
+                raise ValueError(
+                    f"drain_to is {self.drain_to!r}, the root itself; choose another folder"
+                )
         self.restored: int | None = None
         self._writer = WriterLock(
             str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
@@ -396,21 +400,21 @@ class Checkpointer:
             As for ``save``.
         stage : bool, default True
             Copy the state first, into memory that the next save uses again.  With False
-            nothing is copied and no memory is needed, but you must not change the tensors
-            of the state until the future's `staged` is done.
+            there is no such copy, only buffers of 32 MiB, but you must not change the
+            tensors of the state until the future's `staged` is done.
 
         Returns
         -------
         SaveFuture or None
-            A future whose result is the step's folder.  None if another save is in progress
-            and `busy` is "skip".
+            A future whose result is the step's folder.  None if an earlier ``save_async``
+            is in progress and `busy` is "skip".
 
         Raises
         ------
         MemoryError
             Not enough memory for the copy; the message says how much is needed and free.
         RuntimeError
-            Another save is in progress, and `busy` is "raise".
+            An earlier ``save_async`` is in progress, and `busy` is "raise".
         TypeError, ValueError, OSError, Exception
             As ``save``.
 
@@ -480,8 +484,8 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         """Create and lock the root, and remove unfinished folders of dead processes."""
         make_folders(str(self.root))
-        if self._writer.take():
-            remove_unfinished(str(self.root), "step-")
+        # Of this process only what an interrupted save has left, because none is going on.
+        remove_unfinished(str(self.root), "step-", own=not self._writer.take())
         # Listed only once, because remote storage may be slow.
         copied = [] if self._begun else self._copied()
         self._begun = True
@@ -587,7 +591,9 @@ class Checkpointer:
         FileNotFoundError
             The step does not exist, or there is no step.
         CheckpointError
-            The step is damaged, or every step is; the message names the file.
+            The step is damaged, or every step is; the message names the file.  Or the
+            newest step is of a format of another version of nvmeio, or has no checksums for
+            ``verify="checksum"``: no older step is restored in its place.
         KeyError
             The checkpoint has nothing under one of the `names`.
         TypeError, ValueError
@@ -679,8 +685,7 @@ class Checkpointer:
                 return each, self._read_or_copy(each, read, files)
             except GoneError:
                 continue
-            except NoChecksumsError:
-                # The step may be intact, so an older one must not silently replace it.
+            except NotDamagedError:
                 raise
             except (CheckpointError, OSError) as error:
                 if not _is_lost(error):
@@ -706,7 +711,7 @@ class Checkpointer:
         """Read a step, or its copy if the step is missing or damaged."""
         try:
             return self._read_noting_damage(step, read)
-        except NoChecksumsError:
+        except NotDamagedError:
             raise
         except (CheckpointError, GoneError, OSError) as error:
             if self._copies is None or not _is_lost(error):
@@ -741,7 +746,7 @@ class Checkpointer:
         identity = self._identity(step)
         try:
             return self._read(step, read)
-        except NoChecksumsError:
+        except NotDamagedError:
             raise
         except (CheckpointError, OSError) as error:
             if _is_lost(error) and identity is not None:
@@ -1066,7 +1071,7 @@ class Checkpointer:
             if kind is None:
                 raise
             if hasattr(error, "add_note"):
-                error.add_note(f"also, a checkpoint was not saved: {failure}")
+                error.add_note(f"also, a checkpoint was not saved or copied: {failure}")
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"
@@ -1086,8 +1091,9 @@ def _step_of(step: Any) -> int:
 def _names_of(names: Any) -> Collection[str] | None:
     if names is None:
         return None
-    if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+    chosen: list[Any] = list(names) if isinstance(names, Iterable) else [None]
+    if isinstance(names, str) or not all(isinstance(each, str) for each in chosen):
         raise TypeError(
             f"names is {names!r:.100}; it must be an iterable of names, or None"
         )
-    return list(names)
+    return chosen

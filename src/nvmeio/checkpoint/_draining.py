@@ -397,7 +397,10 @@ class _Pace:
                     "second, such as 50e6"
                 )
             if not 0 < bandwidth < math.inf:
-                raise ValueError(f"bandwidth is {bandwidth}; it must be more than 0")
+                raise ValueError(
+                    f"bandwidth is {bandwidth}; it must be more than 0 and finite; None is "
+                    "no limit"
+                )
         self.bandwidth = bandwidth
         self._mutex = threading.Lock()
         self._free_at = 0.0

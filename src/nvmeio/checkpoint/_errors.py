@@ -1,6 +1,6 @@
 """The errors of checkpoints."""
 
-__all__ = ["CheckpointError", "GoneError", "MovedError", "NoChecksumsError"]
+__all__ = ["CheckpointError", "GoneError", "MovedError", "NotDamagedError"]
 
 
 class CheckpointError(Exception):
@@ -32,5 +32,8 @@ class MovedError(Exception):
     """A step was removed or replaced while it was read."""
 
 
-class NoChecksumsError(CheckpointError):
-    """The step was saved without checksums, so it cannot be checked for damage."""
+class NotDamagedError(CheckpointError):
+    """The step may be intact, but cannot be read or checked as asked.
+
+    So no older step and no copy may silently replace it.
+    """

@@ -45,8 +45,8 @@ _PART_BYTES_MAX = 80
 _SIZE_MAX = (1 << 63) - 1
 
 
-@suggesting
 @contextlib.contextmanager
+@suggesting
 def atomic_directory(
     path: Path, *, replace: bool = False, reserve: int | None = None, sync: bool = True
 ) -> Iterator[pathlib.Path]:
@@ -104,7 +104,9 @@ def atomic_directory(
     """
     replace, sync = flag("replace", replace), flag("sync", sync)
     nbytes = None if reserve is None else whole("reserve", reserve, 0, _SIZE_MAX)
-    target = resolved(path_of(path), follow=False)
+    name = os.fsdecode(path_of(path))
+    # "folder/" names the folder too, as for mkdir().
+    target = resolved(name.rstrip("/") or name, follow=False)
     with Unfinished(target, replace=replace) as unfinished:
         if nbytes:
             unfinished.reserve(nbytes)
@@ -119,6 +121,8 @@ class Unfinished:
 
     As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
+
+    descriptor = -1
 
     def __init__(self, target: str, *, replace: bool) -> None:
         self.target, self.replace = target, replace
@@ -143,6 +147,10 @@ class Unfinished:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             close_quietly(descriptor)
+
+    def __del__(self) -> None:
+        # Ctrl-C may come before the ``with`` block begins.
+        self.close()
 
     def __enter__(self) -> "Unfinished":
         return self
@@ -301,29 +309,39 @@ def cleanup(folder: Path) -> list[str]:
     return removed
 
 
-def remove_unfinished(folder: str, prefix: str) -> None:
+def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:
     """Remove the unfinished folders, of any host, whose final names begin with `prefix`.
 
-    The caller holds the lock that lets no other process write such folders.
+    The caller holds the lock that lets no other process write such folders.  With `own`,
+    remove only those of this process.
     """
-    removed, failed = _remove(folder, lambda found: found["name"].startswith(prefix))
+
+    def chosen(found: re.Match[str]) -> bool:
+        return found["name"].startswith(prefix) and (not own or _is_own(found))
+
+    # Where folders cannot be locked, another thread may be using one.
+    removed, failed = _remove(folder, chosen, unlockable=not own)
     for path in removed:
-        _log.info("removed an unfinished folder of a process that died: %s", path)
+        _log.info("removed an unfinished folder of a save that was stopped: %s", path)
     if failed is not None:
-        _log.warning("an unfinished folder of a process that died stays: %s", failed)
+        _log.warning("an unfinished folder of a save that was stopped stays: %s", failed)
 
 
 def _remove(
-    folder: str, chosen: Callable[[re.Match[str]], bool]
+    folder: str, chosen: Callable[[re.Match[str]], bool], *, unlockable: bool = True
 ) -> tuple[list[str], OSError | None]:
-    """Remove unlocked unfinished folders; return their paths, and the first error."""
+    """Remove unlocked unfinished folders; return their paths, and the first error.
+
+    With `unlockable`, also those that the file system cannot lock.
+    """
     removed, failed = [], None
     for entry in os.scandir(folder):
         found = _LEFTOVER.fullmatch(entry.name)
         if found and entry.is_dir(follow_symlinks=False) and chosen(found):
             try:
                 with naming(entry.path), opened(entry.path, FOLDER) as descriptor:
-                    if not _locked(descriptor):
+                    locked = _locked(descriptor)
+                    if not (unlockable if locked is None else locked):
                         continue
                     shutil.rmtree(entry.path)
                 removed.append(entry.path)
@@ -338,13 +356,19 @@ def _is_dead(found: re.Match[str]) -> bool:
     return _host() == found["host"] and _start_of(int(found["pid"])) != int(found["start"])
 
 
-def _locked(descriptor: int) -> bool:
-    """Lock a folder; return False if another process holds the lock."""
+def _is_own(found: re.Match[str]) -> bool:
+    process = os.getpid()
+    wanted = (_host(), process, _start_of(process))
+    return (found["host"], int(found["pid"]), int(found["start"])) == wanted
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Lock a folder; return False if it is locked, and None if it cannot be."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         # The file system cannot lock folders.
-        return True
+        return None
     return True

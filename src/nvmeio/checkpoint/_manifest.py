@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import crc32c
 
 from nvmeio._memory.available import require_available
-from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
 
 __all__ = [
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 FORMAT = "nvmeio-checkpoint-1"
+# The formats of other versions.
+_FORMAT = re.compile(r"nvmeio-checkpoint-[1-9][0-9]{0,3}")
 MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
 TREE = "tree.json"
@@ -201,7 +203,13 @@ def read_manifest(folder: str, step: int, opener: Callable[[str], int]) -> Manif
     path = os.path.join(folder, MANIFEST)
     wrong = functools.partial(_wrong, path)
     said = read_json(folder, MANIFEST, opener)
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    form = said.get("format") if isinstance(said, dict) else None
+    if isinstance(form, str) and form != FORMAT and _FORMAT.fullmatch(form):
+        raise NotDamagedError(
+            f"{path} is of the format {form}; this version of nvmeio reads {FORMAT} only, "
+            "so use a version that knows the other"
+        )
+    if form != FORMAT:
         raise wrong(f"its format is not {FORMAT}")
     if said.get("step") != step or type(said["step"]) is not int:
         raise wrong(f"it is of step {said.get('step')!r:.50}, not {step}")

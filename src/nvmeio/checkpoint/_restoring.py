@@ -13,7 +13,7 @@ from nvmeio._files.descriptors import FOLDER, close_quietly
 from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
-from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
+from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -113,6 +113,11 @@ class Held:
         while self._descriptors:
             close_quietly(self._descriptors.pop())
 
+    def __del__(self) -> None:
+        # Ctrl-C may come before the ``with`` block begins.
+        if hasattr(self, "_descriptors"):
+            self.close()
+
     def __enter__(self) -> "Held":
         return self
 
@@ -166,7 +171,7 @@ class Held:
 
     def _require_checksums(self) -> None:
         if self.manifest.checksum is None:
-            raise NoChecksumsError(
+            raise NotDamagedError(
                 f"{self.folder} was saved without checksums, so it cannot be verified"
             )
 

@@ -52,7 +52,12 @@ class Plan:
         # Keeps the tensors alive: some memory is known only by its address.
         self.state = state
         tree, leaves = encode(state)
-        said, others = encode(metadata)
+        try:
+            said, others = encode(metadata)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            # The message begins with the path.
+            raise kind(str(error).replace("state", "metadata", 1)) from None
         if others:
             where = path_of(others[0].path).replace("state", "metadata", 1)
             raise TypeError(f"{where} is a tensor or an array; metadata cannot have any")

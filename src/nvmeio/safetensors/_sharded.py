@@ -13,9 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from nvmeio._arguments.checks import flag, integer, shown
+from nvmeio._arguments.keywords import suggesting
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
-from nvmeio.files import write_file
+from nvmeio.files import replace_file
 from nvmeio.safetensors._dtypes import torch_module
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import Direct, ModelFile
@@ -41,6 +42,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
+@suggesting
 def load_sharded(
     folder_or_index: str | os.PathLike[str],
     *,
@@ -108,8 +110,10 @@ def load_sharded(
     >>> found["first"].shape, found["second"]
     ((1000,), array([0, 1, 2]))
     """
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
+    if not isinstance(out, Mapping | None):
+        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
     check_progress(progress)
     if not isinstance(slices, (Mapping, type(None))):
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
@@ -247,6 +251,7 @@ def _is_within(place: str) -> bool:
     return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
 
 
+@suggesting
 def save_sharded(
     tensors: Mapping[str, Any],
     folder: str | os.PathLike[str],
@@ -360,7 +365,7 @@ def save_sharded(
         places = {key: name for name, shard in pairs for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_file(contents.encode(), os.path.join(folder, INDEX_NAME), sync=sync)
+        replace_file(contents.encode(), os.path.join(folder, INDEX_NAME), sync=sync)
         names.append(INDEX_NAME)
     _remove_others(folder, set(names))
     return names

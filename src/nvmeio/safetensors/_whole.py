@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nvmeio._arguments.checks import shown
 from nvmeio.safetensors._file import Direct, ModelFile
 from nvmeio.safetensors._frameworks import Framework
 from nvmeio.safetensors._loading import load, wanted
@@ -22,8 +23,10 @@ def load_file(
     direct: Direct,
 ) -> dict[str, Any]:
     """Read all or some tensors of a file, in the order of the file."""
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
+    if not isinstance(out, Mapping | None):
+        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
     check_progress(progress)
     file = ModelFile(filename, direct)
     try:

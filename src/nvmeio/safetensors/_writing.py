@@ -260,4 +260,6 @@ def write(
     with Stages(handle, file, seen=seen, sent=sent) as stages:
         for part in parts:
             stages.put(part)
+            # Free it before the next one is read or copied.
+            del part
         stages.finish()

@@ -7,12 +7,12 @@ import io
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from nvmeio._arguments.checks import flag, integer, path_of
+from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.archives import bytes_of
@@ -202,8 +202,10 @@ def load(
     {'weight': tensor([1., 1., 1.]), 'epoch': 3}
     """
     weights_only = flag("weights_only", weights_only)
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
+    if not isinstance(out, Mapping | None):
+        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
     with File(path_of(path)) as file:
         options = {"map_location": map_location, "weights_only": weights_only}
         if names is None and out is None:
@@ -355,6 +357,20 @@ def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> 
                 f"out[{name!r}] has the dtype {target.dtype} and shape "
                 f"{list(target.shape)}; the file has {value.dtype} and {list(value.shape)}"
             )
+        if _is_expanded(target):
+            raise ValueError(
+                f"out[{name!r}] is expanded, so several elements share memory; pass its "
+                "clone()"
+            )
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    return any(
+        extent > 1 and stride == 0
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _delivered(

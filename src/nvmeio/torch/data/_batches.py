@@ -290,6 +290,9 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
                 if self._current is current:
                     self._place = place
                 yield batch
+                # The next one is read only now, and the program may have freed this one.
+                del batch
+                flight = None
             if self._current is current:
                 self._place = None
         finally:

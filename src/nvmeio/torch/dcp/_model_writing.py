@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio.default import default_handle
-from nvmeio.files import write_file
+from nvmeio.files import replace_file
 from nvmeio.safetensors._dtypes import header_dtype, header_shape
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import ModelFile
@@ -174,7 +174,7 @@ thread_count_consolidation
         index = {"metadata": {"total_size": total}, "weight_map": names}
         text = np.frombuffer(json.dumps(index, indent=2).encode(), np.uint8)
         path = os.path.join(folder, _hf_utils._metadata_fn)
-        write_file(text, path, sync=self.sync_files)
+        replace_file(text, path, sync=self.sync_files)
 
     def _consolidate(
         self, folder: str, results: list[WriteResult], metadata: Metadata

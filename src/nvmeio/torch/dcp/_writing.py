@@ -29,7 +29,7 @@ from torch.futures import Future
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
-from nvmeio.files import cut, write_file
+from nvmeio.files import cut, replace_file
 from nvmeio.safetensors._writing import Stages, reserve
 from nvmeio.torch._saving import saving_with
 from nvmeio.torch.dcp._metadata import shards_of
@@ -218,7 +218,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         path = os.fspath(self._get_metadata_path(rank))
         before = shards_of(path)
         text = np.frombuffer(pickle.dumps(metadata), np.uint8)
-        write_file(text, path, sync=self.sync_files)
+        replace_file(text, path, sync=self.sync_files)
         now = {each.relative_path for each in metadata.storage_data.values()}
         left = before | set(_left_in(folder, rank))
         remove_unneeded(folder, left - now)
