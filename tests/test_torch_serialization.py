@@ -201,6 +201,8 @@ class TestParts:
         wrong = {"weight": torch.zeros(700, 500), "parameter": torch.zeros(1).expand(3)}
         with pytest.raises(ValueError, match=r"out\['parameter'\] is expanded"):
             nvmeio.torch.load(path, out=wrong)
+        with pytest.raises(ValueError, match="out has 'parameter', which is not in names"):
+            nvmeio.torch.load(path, names=["weight"], out=wrong)
         assert not wrong["weight"].any()
 
     def test_missing_names_are_refused(self, path, state):

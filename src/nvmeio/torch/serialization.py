@@ -187,8 +187,8 @@ def load(
     KeyError
         The file lacks one of the names.
     TypeError, ValueError
-        The object in the file is not a dict, or a tensor of `out` does not fit; `out` is
-        unchanged.
+        The object in the file is not a dict, or a tensor of `out` does not fit or is not
+        in `names`; `out` is unchanged.
     OSError
         Reading failed; has errno and path.
     Exception
@@ -211,6 +211,8 @@ def load(
         if names is None and out is None:
             return _loaded(file, **options)
         chosen = list(out or ()) if names is None else list(names)
+        if left := [name for name in out or () if name not in chosen]:
+            raise ValueError(f"out has {left[0]!r}, which is not in names")
         mapped = _mapped(file) if weights_only and map_location is None else None
         if mapped is not None:
             picked = _picked(mapped.found, chosen)
