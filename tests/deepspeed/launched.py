@@ -27,6 +27,8 @@ def main(folder):
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(report))
     deepspeed.comm.destroy_process_group()
+    # A thread of gloo that takes the GIL while Python exits would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
