@@ -58,7 +58,9 @@ _log = logging.getLogger("nvmeio")
 
 def _is_lost(error: Exception) -> bool:
     """Return whether an error means that a step is damaged or gone."""
-    return not isinstance(error, OSError) or error.errno in _LOST
+    if isinstance(error, OSError):
+        return error.errno in _LOST
+    return not isinstance(error, NotDamagedError)
 
 
 def _with(error: Exception, words: str) -> Exception:
@@ -685,8 +687,6 @@ class Checkpointer:
                 return each, self._read_or_copy(each, read, files)
             except GoneError:
                 continue
-            except NotDamagedError:
-                raise
             except (CheckpointError, OSError) as error:
                 if not _is_lost(error):
                     raise
@@ -711,8 +711,6 @@ class Checkpointer:
         """Read a step, or its copy if the step is missing or damaged."""
         try:
             return self._read_noting_damage(step, read)
-        except NotDamagedError:
-            raise
         except (CheckpointError, GoneError, OSError) as error:
             if self._copies is None or not _is_lost(error):
                 raise
@@ -746,8 +744,6 @@ class Checkpointer:
         identity = self._identity(step)
         try:
             return self._read(step, read)
-        except NotDamagedError:
-            raise
         except (CheckpointError, OSError) as error:
             if _is_lost(error) and identity is not None:
                 self._damaged[step] = identity
@@ -854,7 +850,9 @@ class Checkpointer:
             return False
         try:
             self._read(step, lambda held: None)
-        except (CheckpointError, GoneError, OSError) as error:
+        except (CheckpointError, GoneError):
+            return False
+        except OSError as error:
             if not _is_lost(error):
                 raise
             return False
