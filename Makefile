@@ -1,10 +1,15 @@
-# On Debian and Ubuntu, `make demo` and `make test` install everything that they need.
-# PYTHON creates the virtual environment, in the folder VENV.
+# On Debian and Ubuntu, each target installs what it needs.  PYTHON creates the virtual
+# environment, in the folder VENV.  CONTRIBUTING.md describes all targets.
 
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -q --constraint constraints.txt
 INSTALLED := $(VENV)/.nvmeio-installed
+# The stamps of what tests, linters and the documentation need beside.
+TESTS_INSTALLED := $(VENV)/.nvmeio-extra-test
+DEV_INSTALLED := $(VENV)/.nvmeio-extra-dev
+DOCS_INSTALLED := $(VENV)/.nvmeio-extra-docs
 # How many processes share the Python tests.
 JOBS ?= 2
 
@@ -35,54 +40,68 @@ COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
 COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.py \
 	tests/test_gather.py tests/test_faults.py tests/test_order.py
 
-.PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
+.PHONY: help demo test build installed test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: check-all mutants
 .PHONY: docs stress-short stress stress-long replay fuzz test-deepspeed test-models
 .PHONY: test-models-short test-formats test-distributed lint format sdist bench
 .PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
-demo: build
-	$(PY) examples/demo.py
-	$(PY) examples/train_beyond_memory.py
+# `make` alone lists the targets whose line has a description.
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
+	@echo 'CONTRIBUTING.md describes the others, and variables that select tests.'
 
-test: test-c test-python
+demo: build ## show what nvmeio does (the first time, this installs torch and builds)
+	@$(PY) examples/demo.py
 
-# Install torch first and pinned: its wheel is the largest by far, and no other requirement
-# may replace it later.
+test: test-c test-python ## run the tests of the C library and of the package
+
 $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 	scripts/setup-machine $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --constraint constraints.txt torch
-	$(PY) -m pip install -q --upgrade setuptools Cython
+	$(PIP) --upgrade setuptools Cython
 	touch $@
 
-# This installs the .pth file, the version, which is in base.h, and a link to the tree.
+# Compile while torch is being installed, whose wheel is the largest by far.  It is pinned, so
+# that no other requirement replaces it later.  Python compiles the modules that it imports.
+# The last command installs the version, which is in base.h, and links to the tree.
 $(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h \
-		src/nvmeio-follow.pth src/bin/nvmeio
-	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
-		--editable '.[torch,test,dev]'
+		src/nvmeio-follow.pth
+	$(PIP) --no-compile torch numpy crc32c & \
+		$(PY) setup.py -q build_ext --inplace; built=$$?; wait $$! && exit $$built
+	$(PIP) --no-build-isolation --editable '.[torch]'
 	touch $@
 
-# Compile what has changed, and what depends on it.
-build: $(INSTALLED)
+# The packages of an extra.  nvmeio itself is not installed again.
+$(VENV)/.nvmeio-extra-%: $(INSTALLED) scripts/setup-machine
+	$(if $(filter test,$*),scripts/setup-machine $(PY) --tests)
+	flock $(VENV) $(PIP) 'nvmeio[$*]'
+	touch $@
+
+# All that the steps of .ci/run share.
+installed: $(TESTS_INSTALLED) $(DEV_INSTALLED) $(DOCS_INSTALLED) $(VENV)/.nvmeio-fuzz
+
+build: $(INSTALLED) ## compile what has changed, and what depends on it
 	$(PY) setup.py -q build_ext --inplace
 
-# TESTS selects tests, which run in one process: TESTS='tests/test_file.py -k short'.
-test-python: build
-	$(PY) -m pytest $(or $(TESTS),-n $(JOBS)) $(COMBINATIONS)
+# TESTS selects tests, which run in one process: TESTS='tests/test_file.py -k short'.  Without
+# bytecode, each process, and each of a thousand children, compiles all modules again.
+test-python: build $(TESTS_INSTALLED) ## run the tests of the package, or some: TESTS=tests/test_file.py
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest $(or $(TESTS),-n $(JOBS)) $(COMBINATIONS)
 
 # C_TESTS selects tests, such as C_TESTS=test_file.
-test-c: $(VENV)/.nvmeio-tools
+test-c: $(TESTS_INSTALLED) ## run the tests of the C library, or some: C_TESTS=test_file
 	scripts/test-c $(PY) plain $(C_TESTS)
 
-test-c-asan: $(VENV)/.nvmeio-tools
+test-c-asan: $(TESTS_INSTALLED)
 	scripts/test-c $(PY) asan $(C_TESTS)
 
-test-c-tsan: $(VENV)/.nvmeio-tools
+test-c-tsan: $(TESTS_INSTALLED)
 	scripts/test-c $(PY) tsan $(C_TESTS)
 
-# All checks in full, except the hours of stress-long and of fuzz with LENGTH=long.
+# Except the hours of stress-long and of fuzz with LENGTH=long.
 check-all: COMBINATIONS := --all-combinations
+check-all: ## run every check in full, for hours
 check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-formats test-distributed \
 	test-neon lint docs sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
 
@@ -121,36 +140,36 @@ fuzz: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress/test_fuzz.py --length $(LENGTH) $(STRESS)
 
 # If something cannot be installed, each run tries again and reports it.
-$(VENV)/.nvmeio-fuzz: scripts/setup-fuzz | build
+$(VENV)/.nvmeio-fuzz: scripts/setup-fuzz $(TESTS_INSTALLED) | build
 	if scripts/setup-fuzz $(PY); then touch $@; fi
 
-test-pythons: build
+test-pythons: build $(TESTS_INSTALLED)
 	scripts/test-pythons $(PY) $(COMBINATIONS)
 
-test-deepspeed: build
-	scripts/test-deepspeed $(PY) $(COMBINATIONS)
+test-deepspeed: build $(TESTS_INSTALLED)
+	scripts/test-deepspeed $(PY) -n $(JOBS) $(COMBINATIONS)
 
 # MODELS is passed to pytest, such as MODELS='-k diffusers'.
-test-models: build
+test-models: build $(TESTS_INSTALLED)
 	scripts/test-models $(PY) $(MODELS) $(COMBINATIONS)
 
 # transformers has the most ways to load, and the others use functions of huggingface_hub.
-test-models-short: build
+test-models-short: build $(TESTS_INSTALLED)
 	scripts/test-models $(PY) -k 'variable and (transformers or hub)'
 
 # FORMATS is passed to pytest, such as FORMATS='-k megatron'.
-test-formats: build
+test-formats: build $(TESTS_INSTALLED)
 	scripts/test-formats $(PY) $(FORMATS) $(COMBINATIONS)
 
 # This takes some minutes, because every test starts ranks of torch.
-test-distributed: build
+test-distributed: build $(TESTS_INSTALLED)
 	$(PY) -m pytest $(or $(DISTRIBUTED),-n $(JOBS)) tests/distributed
 
-build-asan: build
+build-asan: build $(TESTS_INSTALLED)
 	CFLAGS='$(ASAN_FLAGS)' $(PY) setup.py -q build \
 		--build-base build/asan --build-lib build/asan/lib
 
-build-tsan: build
+build-tsan: build $(TESTS_INSTALLED)
 	CFLAGS='-fsanitize=thread -g -fno-omit-frame-pointer' NVMEIO_WITH_OPENMP=no \
 		$(PY) setup.py -q build --build-base build/tsan --build-lib build/tsan/lib
 	rm -f $(TSAN_REPORT).*
@@ -173,7 +192,7 @@ stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
 
 # Check which branches of the C library the tests take, without assertions.
 # tests/uncovered.md lists those that no test takes.
-coverage: build
+coverage: build $(TESTS_INSTALLED) $(DEV_INSTALLED)
 	rm -rf build/c/coverage build/coverage
 	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=-lgcov \
 		scripts/test-c $(PY) coverage
@@ -188,11 +207,11 @@ coverage: build
 		build/c/coverage build/coverage
 	$(PY) scripts/check_uncovered.py build/coverage/branches.json
 
-lint: build
+lint: build $(DEV_INSTALLED) ## run linters and type checkers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PATH="$(VENV)/bin:$$PATH" cython-lint src/nvmeio
-	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES) || { echo 'make format mends this'; exit 1; }
 	$(PY) bench/tables.py --check
 	$(PY) bench/charts.py --check
 	$(PY) -m mypy
@@ -201,30 +220,25 @@ lint: build
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist nvmeio
 
-format: build
+format: build $(DEV_INSTALLED) ## fix what linters can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # Every warning is an error, such as a dead link or a public name that no page documents.
-$(VENV)/.nvmeio-docs: $(INSTALLED) constraints.txt
-	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
-		--editable '.[docs]'
-	touch $@
-
-docs: build $(VENV)/.nvmeio-docs
+docs: build $(DOCS_INSTALLED) ## build the documentation as HTML
 	rm -rf build/docs docs/reference/api
 	$(PY) -m sphinx -q -W --keep-going -d build/docs/doctrees -c docs . build/docs/html
 	@echo build/docs/html/index.html
 
-sdist: build
+sdist: build $(DEV_INSTALLED)
 	rm -rf dist
 	$(PY) -m build --sdist --outdir dist
 	$(PY) scripts/check_sdist.py dist/nvmeio-*.tar.gz
 
 # BENCH is passed to run.py, such as BENCH='--dir /mnt/nvme'.  The charts and tables are made
 # even if a script fails, because the results say so.
-bench: build
+bench: build ## measure for 10 minutes, and fill the tables and charts
 	scripts/setup-bench $(PY)
 	$(PY) bench/run.py $(BENCH) || status=1; $(PY) bench/charts.py || status=1; \
 		$(PY) bench/tables.py || status=1; exit $${status:-0}

@@ -34,10 +34,13 @@ SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
 DEBUG, TEST_BUILD = (os.environ.get(name, "0") not in ("", "0") for name in SWITCHES)
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
 DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
+RELEASE_FLAGS = []
 if os.environ.get("CFLAGS"):  # they replace Python's own flags, which optimize
     os.environ["CFLAGS"] = f"-O2 -DNDEBUG {os.environ['CFLAGS']}"
+elif not DEBUG:  # Python's flags ask for -O3 and -g: half of the time and size of a build
+    RELEASE_FLAGS = ["-O2", "-g0"]
 LIBRARY_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-pthread", "-fvisibility=hidden"]
-LIBRARY_FLAGS += ["-Wall", "-Wextra", *DEBUG_FLAGS]
+LIBRARY_FLAGS += ["-Wall", "-Wextra", *RELEASE_FLAGS, *DEBUG_FLAGS]
 if TEST_BUILD:  # these macros make headers bypass the calls that inject faults
     LIBRARY_FLAGS += ["-DNVMEIO_HAVE_FAULTS=1", "-U_FORTIFY_SOURCE", "-U_FILE_OFFSET_BITS"]
 # The other formats put the signature into the visible docstring.
@@ -279,7 +282,8 @@ class BuildPython(build_py):
 def extension(path):
     """Return the extension for one .pyx file, named by its path below src."""
     name = ".".join(path.relative_to("src").with_suffix("").parts)
-    return Extension(name, [str(path)], extra_compile_args=["-Iinclude", *DEBUG_FLAGS])
+    flags = ["-Iinclude", *RELEASE_FLAGS, *DEBUG_FLAGS]
+    return Extension(name, [str(path)], extra_compile_args=flags)
 
 
 COMMANDS = {"build_clib": BuildLibrary, "build_ext": BuildModules, "build_py": BuildPython}

@@ -7,13 +7,9 @@ results.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,7 @@ import torch
 from comparisons import Comparison, Goal, Sample, compare, measured, surroundings
 from machine import argument_parser, size_of
 from peers import Peers, deepspeed_op
-from report import Outcome, finish, size_name
+from report import finish, size_name
 
 import nvmeio
 from nvmeio._native import settings
@@ -39,8 +35,6 @@ LARGE_SPEED = 1.3
 # Up to this size, calling takes longer than copying.
 SMALL_BYTES = 4 * KIB
 SMALL_SPEED = 1.0
-# The goal while another process keeps one processor busy.
-BUSY_FLOOR = 0.8
 
 Copy = Callable[[Any, Any], object]
 
@@ -131,69 +125,47 @@ def comparison(
     )
 
 
-def comparisons_at(
-    nbytes: int, arrays: Any, native: Copy | None, busy: bool
-) -> Iterator[Comparison]:
+def comparisons_at(nbytes: int, arrays: Any, native: Copy | None) -> Iterator[Comparison]:
     """Yield the comparisons of one size."""
     tensors = tuple(torch.from_numpy(array).view(torch.float32) for array in arrays)
-    floor = BUSY_FLOOR if busy else FLOOR
 
     def pair(copy: Copy, memory: Any, threads: int) -> Any:
         return tuple(turn(way, *memory, nbytes, threads) for way in (nvmeio.memcpy, copy))
 
-    if not busy:
-        what = "arrays, 1 thread"
-        yield comparison(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
-        yield comparison(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
-        limit = LARGE_SPEED if nbytes >= LARGE_BYTES else floor
-        limit = SMALL_SPEED if nbytes <= SMALL_BYTES else limit
-        what = "tensors, 1 thread"
-        yield comparison(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), limit)
-    if nbytes <= SMALL_BYTES and not busy:
+    what = "arrays, 1 thread"
+    yield comparison(nbytes, what, "copyto", pair(np.copyto, arrays, 1), FLOOR)
+    yield comparison(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
+    limit = LARGE_SPEED if nbytes >= LARGE_BYTES else FLOOR
+    limit = SMALL_SPEED if nbytes <= SMALL_BYTES else limit
+    what = "tensors, 1 thread"
+    yield comparison(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), limit)
+    if nbytes <= SMALL_BYTES:
         what = "a tensor into a Parameter, 1 thread"
         mixed = (torch.nn.Parameter(tensors[0], requires_grad=False), tensors[1])
         yield comparison(nbytes, what, "copy_", pair(copy_tensor, mixed, 1), SMALL_SPEED)
-    yield comparison(
-        nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor
-    )
-    if native and not busy:
-        what = "tensors, 2 threads"
+    what = "tensors, 2 threads"
+    yield comparison(nbytes, what, "copy_", pair(copy_tensor, tensors, 2), FLOOR)
+    if native:
         yield comparison(nbytes, what, "DeepSpeed", pair(native, tensors, 2), None)
-    if nbytes >= MIB and not busy:
+    if nbytes >= MIB:
         what = "never-touched destination, 1 thread"
         for beside, copy, src in (
             ("copyto", np.copyto, arrays[1]),
             ("copy_", copy_tensor, tensors[1]),
         ):
             turns = tuple(fresh_turn(w, src, nbytes, 1) for w in (nvmeio.memcpy, copy))
-            yield comparison(nbytes, what, beside, turns, floor)
+            yield comparison(nbytes, what, beside, turns, FLOOR)
 
 
-def all_comparisons(sizes: list[int], native: Copy | None, busy: bool) -> list[Comparison]:
+def all_comparisons(sizes: list[int], native: Copy | None) -> list[Comparison]:
     """Make all comparisons, on one pair of arrays."""
     source = np.random.default_rng(1).integers(0, 255, max(sizes), np.uint8)
     target = np.ones_like(source)
     return [
         found
         for nbytes in sizes
-        for found in comparisons_at(
-            nbytes, (target[:nbytes], source[:nbytes]), native, busy
-        )
+        for found in comparisons_at(nbytes, (target[:nbytes], source[:nbytes]), native)
     ]
-
-
-@contextlib.contextmanager
-def busy_processor(wanted: bool) -> Iterator[None]:
-    """Keep one processor busy with another process."""
-    if not wanted:
-        yield
-        return
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        loop.kill()
-        loop.wait()
 
 
 def main() -> None:
@@ -201,23 +173,16 @@ def main() -> None:
     parser = argument_parser(__doc__, (9, 3))
     words = "size of the largest copy (1G; with --quick 64M)"
     parser.add_argument("--largest", type=size_of, help=words)
-    parser.add_argument("--busy", action="store_true", help="with one processor busy")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG or SVG")
     options = parser.parse_args()
     sizes = QUICK_SIZES if options.quick else SIZES
     sizes = [size for size in sizes if size <= (options.largest or max(sizes))]
     rounds = options.rounds or (3 if options.quick else 9)
     peers = Peers()
-    found = all_comparisons(sizes, deepspeed_copy(peers), options.busy)
-    about = {**surroundings(), "rounds": rounds, "one processor busy": options.busy}
+    found = all_comparisons(sizes, deepspeed_copy(peers))
+    about = {**surroundings(), "rounds": rounds}
     about["kernels, small and large"] = ", ".join(settings.selected_kernels())
-    with busy_processor(options.busy):
-        compare(found, rounds)
+    compare(found, rounds)
     finish("copy", about, found, peers.left_out, options.json)
-    if options.plot:
-        from charts import copies, save
-
-        save(copies(Outcome(about, found, [])), options.plot)
 
 
 if __name__ == "__main__":

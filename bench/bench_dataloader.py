@@ -167,7 +167,7 @@ def comparisons(found: Sequence[Format]) -> Iterator[Comparison]:
 
 def main() -> None:
     """Measure and report. The results never change the exit status."""
-    options = arguments(__doc__, ("4G", "256M"), (8, 2))
+    options = arguments(__doc__, ("4G", "512M"), (8, 2))
     peers = Peers()
     with formats(options.dir, options.size, peers) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}

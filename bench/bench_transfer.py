@@ -10,14 +10,17 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import beside_loop
 import numpy as np
 import torch
-from comparisons import SPEED, Comparison, Goal, compare, measured, progress
+from comparisons import SPEED, Comparison, Goal, Sample, compare, measured, progress
 from loop_child import loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
@@ -40,6 +43,8 @@ PAGE_BYTES = 4096
 # Reads of a page: in flight together, and one after another.
 PAGES_COUNT = 16384
 READS = 200
+# What a new file gets beside readers.
+GROWN_BYTES = 64 << 20
 # The name of memory that was never touched, and how many turns replace one.
 FRESH = "never touched"
 FRESH_TURNS = 8
@@ -204,6 +209,47 @@ def small_comparisons(scratch: Scratch) -> Iterator[Comparison]:
         )
 
 
+def turn_comparisons(scratch: Scratch) -> Iterator[Comparison]:
+    """Compare a write that makes a file longer, beside three large readers and alone."""
+    handle = nvmeio.Handle()
+    quarters = scratch.pool.split(scratch.pool.nbytes // 4)
+    content = quarters[3][: min(GROWN_BYTES, quarters[3].nbytes)]
+    path = scratch.path.with_name("grown")
+
+    def grow() -> int:
+        with nvmeio.File(path, "w") as file:
+            return handle.write(content, file)
+
+    def alone() -> Sample:
+        try:
+            return measured(grow)
+        finally:
+            path.unlink()
+
+    def read_until(stopped: threading.Event, number: int) -> None:
+        offset = number * quarters[number].nbytes
+        while not stopped.is_set():
+            handle.read(quarters[number], scratch.file, offset)
+
+    def beside_readers() -> Sample:
+        stopped = threading.Event()
+        with ThreadPoolExecutor(3) as readers:
+            for number in range(3):
+                readers.submit(read_until, stopped, number)
+            try:
+                time.sleep(0.1)
+                return alone()
+            finally:
+                stopped.set()
+
+    yield Comparison(
+        f"write, new file of {content.nbytes >> 20} MiB",
+        ("beside three readers", "alone"),
+        (beside_readers, alone),
+        False,
+    )
+
+
 def engine_comparisons(scratch: Scratch) -> Iterator[Comparison]:
     """Compare the engines that nvmeio falls back to with io_uring."""
     known = nvmeio.engines()
@@ -293,12 +339,14 @@ def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Com
         "memory": lambda: aiming(memory_comparisons(scratch), Goal("speed", 0.8)),
         "routes": lambda: aiming(route_comparisons(scratch), Goal("speed", 0.95)),
         "small": lambda: aiming(small_comparisons(scratch), Goal("speed", 0.85)),
+        "turns": lambda: aiming(turn_comparisons(scratch), Goal("speed", 0.2)),
         "engines": lambda: engine_comparisons(scratch),
         "default": lambda: aiming(finalists(scratch, quick), Goal("speed", 0.95)),
     }
 
 
-GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "engines", "default")
+OTHERS = ("fio", "memory", "routes", "small", "turns", "engines", "default")
+GROUPS = (*beside_loop.GROUPS, *OTHERS)
 
 
 def loop_places(

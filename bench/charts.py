@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import importlib.util
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comparisons import SPEED, Comparison
-from report import Outcome, scripts_of, size_name, speed_of, speed_unit
+from report import (
+    Outcome,
+    origin,
+    overview_rows,
+    picked,
+    scripts_of,
+    size_name,
+    speed_of,
+    speed_unit,
+)
 from tables import latest
 
 if TYPE_CHECKING:
@@ -37,23 +45,6 @@ def canvas(height: float) -> tuple[Figure, Any]:
 
     figure = Figure(figsize=(9, height), layout="constrained")
     return figure, figure.add_subplot()
-
-
-def origin(outcome: Outcome) -> str:
-    """Return a line that says where a chart was measured."""
-    about = outcome.machine
-    words = (about.get("cpu"), about.get("file system"), about.get("date"))
-    return ", ".join(word for word in words if word)
-
-
-def picked(outcome: Outcome, pattern: str) -> list[Comparison]:
-    """Return the comparisons of speed whose work and candidates match a pattern."""
-    return [
-        comparison
-        for comparison in outcome.comparisons
-        if speed_unit(comparison) in AXES
-        and re.search(pattern, f"{comparison.work}: {' / '.join(comparison.names)}")
-    ]
 
 
 def shared_name(comparisons: list[Comparison], index: int) -> str | None:
@@ -78,7 +69,11 @@ def labels_of(comparisons: list[Comparison]) -> list[str]:
 
 def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> Figure:
     """Draw both candidates of some comparisons as bars, with whiskers from min to max."""
-    comparisons = picked(outcome, pattern)
+    comparisons = [
+        comparison
+        for comparison in picked(outcome, pattern)
+        if speed_unit(comparison) in AXES
+    ]
     figure, axes = canvas(1.5 + 0.5 * len(comparisons))
     axes.set_title(f"{title}\n{origin(outcome)}", fontsize="medium")
     if not comparisons:
@@ -142,106 +137,26 @@ def copies(outcome: Outcome) -> Figure:
     return figure
 
 
-# For the README: the drive's speed, and what is compared with it. Each entry is a
-# script, a pattern for the work, the names of the candidates, and the index of one.
-Measured = tuple[str, str, str, int]
-OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
-    (
-        "read a large tensor",
-        ("transfer", "^read, 1 MiB x 128$", "one request / fio", 1),
-        (
-            ("nvmeio", ("transfer", "^read, 1 MiB x 128$", "one request / fio", 0)),
-            (
-                "DeepSpeed's op, unpinned",
-                ("deepspeed", "^read, large, unpinned; depth 32$", "nvmeio / DeepSpeed", 1),
-            ),
-        ),
-    ),
-    (
-        "write a large tensor",
-        ("transfer", "^write, 1 MiB x 128$", "one request / fio", 1),
-        (
-            ("nvmeio", ("transfer", "^write, 1 MiB x 128$", "one request / fio", 0)),
-            (
-                "DeepSpeed's op, unpinned",
-                (
-                    "deepspeed",
-                    "^write, large, unpinned; depth 32$",
-                    "nvmeio / DeepSpeed",
-                    1,
-                ),
-            ),
-        ),
-    ),
-    (
-        "load a checkpoint",
-        ("transfer", "^read, 1 MiB x 128$", "one request / fio", 1),
-        (
-            (
-                "nvmeio",
-                ("checkpoint", "^load tensors.*the pool", "nvmeio / torch.load", 0),
-            ),
-            (
-                "torch.load",
-                ("checkpoint", "^load tensors.*the pool", "nvmeio / torch.load", 1),
-            ),
-            (
-                "safetensors",
-                (
-                    "checkpoint",
-                    "^load tensors.*the pool",
-                    "nvmeio / safetensors' load_file, touched",
-                    1,
-                ),
-            ),
-        ),
-    ),
-    (
-        "random rows of 4 KiB",
-        ("gather", "^4 KiB x 128, disk$", "gather / plain loop", 1),
-        (
-            ("nvmeio", ("gather", "^4 KiB x 128, disk$", "gather / plain loop", 0)),
-            ("os.preadv", ("gather", "^1000 rows", "gather / os.preadv", 1)),
-            ("numpy.memmap", ("gather", "^1000 rows", "gather / numpy.memmap", 1)),
-        ),
-    ),
-)
-
-
-def speed_measured(scripts: dict[str, Outcome], wanted: Measured) -> float | None:
-    """Return the median speed of one candidate, or None if it was not measured."""
-    script, work, names, index = wanted
-    for comparison in scripts.get(script, Outcome({}, [], [])).comparisons:
-        if re.search(work, comparison.work) and " / ".join(comparison.names) == names:
-            return statistics.median(comparison.of(index, speed_of(comparison)))
-    return None
-
-
 def overview(scripts: dict[str, Outcome]) -> Figure:
-    """Draw which share of the drive's speed nvmeio and the usual tools reach."""
-    figure, axes = canvas(4)
-    found = scripts.get("transfer", Outcome({}, [], []))
-    axes.set_title(f"Share of the drive's speed\n{origin(found)}", fontsize="medium")
-    labels, shares, colours = [], [], []
-    for work, limit, candidates in OVERVIEW:
-        top = speed_measured(scripts, limit)
-        for name, wanted in candidates:
-            speed = speed_measured(scripts, wanted)
-            if top is None or speed is None:
-                continue
-            labels.append(f"{work}: {name}")
-            shares.append(100 * speed / top)
-            colours.append(COLOURS[name != "nvmeio"])
+    """Draw which share of the limit nvmeio and the usual tools reach."""
+    figure, axes = canvas(6)
+    where = origin(scripts.get("checkpoint", Outcome({}, [], [])))
+    axes.set_title(f"Share of the drive's speed\n{where}", fontsize="medium")
+    labels, shares = [], []
+    for work, peer, _, ours, theirs, top in overview_rows(scripts):
+        labels += [f"{work}: nvmeio", peer]
+        shares += [100 * ours / top, 100 * theirs / top]
     if not shares:
         axes.text(0.5, 0.5, "not measured", ha="center")
         return figure
+    colours = [COLOURS[number % 2] for number in range(len(shares))]
     drawn = axes.barh(range(len(shares)), shares, color=colours)
     axes.bar_label(drawn, [f"{share:.3g} %" for share in shares], padding=3, fontsize=8)
-    axes.axvline(100, color="black", linewidth=0.8, label="fio, or a plain io_uring loop")
+    axes.axvline(100, color="black", linewidth=0.8, label="a plain io_uring loop")
     axes.set_yticks(range(len(labels)), labels, fontsize="small")
     axes.invert_yaxis()
     axes.margins(x=0.1, y=0.02)
-    axes.set_xlabel("median speed, in percent of what fio or a plain loop reaches")
+    axes.set_xlabel("median speed, in percent of what a plain io_uring loop reaches")
     axes.legend(fontsize="small")
     return figure
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,10 @@ __all__ = [
     "Outcome",
     "Table",
     "finish",
+    "origin",
+    "overview_rows",
     "padded",
+    "picked",
     "scripts_of",
     "size_name",
     "speed_of",
@@ -312,8 +316,139 @@ def shown(key: str, value: Any) -> str:
     return size_name(value) if key == "size" else str(value)
 
 
+# The first screen of bench/README.md, and the chart of README.md.  A row has its work, the
+# other candidate, the comparison, and the comparison whose second candidate is the limit:
+# a plain loop on io_uring (bench/README.md#the-plain-loop).  A comparison is given by the
+# name of its script, and a pattern for "work: first / second".
+Wanted = tuple[str, str]
+READ: Wanted = ("transfer", "^read, one request, default handle: nvmeio / plain loop$")
+WRITE: Wanted = ("transfer", "^write, new, pool memory: nvmeio / plain loop")
+ROWS: Wanted = ("gather", "^4 KiB x 128, disk: gather / plain loop$")
+OVERVIEW: tuple[tuple[str, str, Wanted, Wanted], ...] = (
+    (
+        "read a file as bytes",
+        "Python's read",
+        ("checkpoint", "^read bytes: nvmeio.read_file / Python$"),
+        READ,
+    ),
+    (
+        "write bytes to a new file, durably",
+        "Python's write, fsync",
+        ("checkpoint", "^write bytes: nvmeio.write_file / Python$"),
+        WRITE,
+    ),
+    (
+        "load an array",
+        "numpy.load",
+        ("checkpoint", "^load an array: nvmeio.load / numpy.load$"),
+        READ,
+    ),
+    (
+        "save an array, durably",
+        "numpy.save, fsync",
+        ("checkpoint", "^save an array: nvmeio.save / numpy.save$"),
+        WRITE,
+    ),
+    (
+        "load a model's tensors into new memory",
+        "torch.load",
+        ("checkpoint", "^load .*new memory: nvmeio / torch.load$"),
+        READ,
+    ),
+    (
+        "the same from safetensors' format",
+        "safetensors",
+        ("checkpoint", "^load .*new memory: nvmeio / safetensors.*touched$"),
+        READ,
+    ),
+    (
+        "save a model's tensors, durably",
+        "safetensors, fsync",
+        ("checkpoint", "^save (a model|tensors): nvmeio / safetensors"),
+        WRITE,
+    ),
+    (
+        "read random rows of 4 KiB",
+        "numpy.memmap",
+        ("gather", "^1000 rows of 4 KiB: gather / numpy.memmap$"),
+        ROWS,
+    ),
+    (
+        "random rows for a DataLoader",
+        "numpy.memmap",
+        ("dataloader", "cold, 0 workers: ArrayDataset / numpy.memmap$"),
+        ROWS,
+    ),
+    (
+        "read a tensor by the calls of DeepSpeed's op",
+        "DeepSpeed's op",
+        ("deepspeed", "^read, large, unpinned; depth 32: nvmeio / DeepSpeed$"),
+        READ,
+    ),
+    (
+        "a step of AdamW, states on disk",
+        "DeepSpeed's ZeRO-3",
+        ("offload", "^a step of AdamW, fused: offloaded / DeepSpeed's ZeRO-3"),
+        ("offload", "^a step of AdamW, fused: offloaded / the larger"),
+    ),
+)
+
+
+def medians_of(
+    scripts: dict[str, Outcome], wanted: Wanted
+) -> tuple[str, list[float]] | None:
+    """Return the unit and median speeds of both candidates; None if they have not run."""
+    script, pattern = wanted
+    for comparison in picked(scripts.get(script, Outcome({}, [], [])), pattern):
+        speeds = (comparison.of(i, speed_of(comparison)) for i in (0, 1))
+        return speed_unit(comparison), [statistics.median(each) for each in speeds]
+    return None
+
+
+def picked(outcome: Outcome, pattern: str) -> list[Comparison]:
+    """Return the comparisons whose "work: first / second" matches a pattern."""
+    return [
+        comparison
+        for comparison in outcome.comparisons
+        if re.search(pattern, f"{comparison.work}: {' / '.join(comparison.names)}")
+    ]
+
+
+def origin(outcome: Outcome) -> str:
+    """Return a line that says where something was measured."""
+    words = (outcome.machine.get(key) for key in ("cpu", "file system", "date"))
+    return ", ".join(word for word in words if word)
+
+
+def overview_rows(
+    scripts: dict[str, Outcome],
+) -> Iterator[tuple[str, str, str, float, float, float]]:
+    """Yield what was measured: work, peer, unit, speeds of nvmeio and the peer, limit."""
+    for work, peer, wanted, limit in OVERVIEW:
+        both, top = medians_of(scripts, wanted), medians_of(scripts, limit)
+        if both is not None and top is not None:
+            unit, (ours, theirs) = both
+            yield work, peer, unit, ours, theirs, top[1][1]
+
+
+def overview(scripts: dict[str, Outcome]) -> Table:
+    """Make the table of the rows that matter most, each beside its limit."""
+    where = origin(scripts.get("checkpoint", Outcome({}, [], [])))
+    return (where, "nvmeio", "instead", "limit", "nvmeio's share of it"), [
+        (
+            work,
+            f"{number(ours)} {unit}",
+            f"{peer}: {number(theirs)} {unit}",
+            f"{number(top)} {unit}",
+            f"{ours / top:.0%}",
+        )
+        for work, peer, unit, ours, theirs, top in overview_rows(scripts)
+    ]
+
+
 # The styles of tables, by the names that the documentation uses.
 STYLES: dict[str, Callable[[dict[str, Outcome]], Table]] = {
+    "overview": overview,
     "all": full,
     "medians": medians,
     "summary": summary,

@@ -3,8 +3,8 @@
 A table is between ``<!-- table: STYLE of SCRIPT from FILE -->`` and ``<!-- end -->``.
 STYLE is a key of `report.STYLES`.  SCRIPT is the name of a script, such as gather, or all.
 FILE is in bench/results, or "latest" for the newest that `make bench` has written.
-"where REGEX" at the end of the comment selects comparisons by their work.  ``--check``
-changes nothing: it shows the differences, and exits with 1 if there are any.
+"where REGEX" at the end of the comment selects comparisons by "work: first / second".
+``--check`` changes nothing: it shows the differences, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from report import STYLES, Outcome, Table, scripts_of
+from report import STYLES, Table, picked, scripts_of
 
 __all__ = ["filled", "latest", "main"]
 
@@ -49,16 +49,6 @@ def compact(table: Table) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def picked(outcome: Outcome, pattern: str) -> Outcome:
-    """Return the results whose work matches a pattern."""
-    comparisons = [
-        comparison
-        for comparison in outcome.comparisons
-        if re.search(pattern, comparison.work)
-    ]
-    return dataclasses.replace(outcome, comparisons=comparisons)
-
-
 def filled(text: str, results: Path) -> str:
     """Return a page with its tables filled again."""
 
@@ -68,7 +58,10 @@ def filled(text: str, results: Path) -> str:
         if region["script"] != "all":
             scripts = {region["script"]: scripts[region["script"]]}
         if region["where"]:
-            scripts = {key: picked(o, region["where"]) for key, o in scripts.items()}
+            scripts = {
+                key: dataclasses.replace(o, comparisons=picked(o, region["where"]))
+                for key, o in scripts.items()
+            }
             if not any(outcome.comparisons for outcome in scripts.values()):
                 raise ValueError(f"{region['where']!r} matches nothing in {name}")
         table = compact(STYLES[region["style"]](scripts))

@@ -13,7 +13,6 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs" / "_ext")]
 # The width of the help texts of the command line.
 os.environ["COLUMNS"] = "88"
 
-import inventories  # noqa: E402
 import nvmeio  # noqa: E402
 import public_names  # noqa: E402
 
@@ -34,12 +33,10 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.intersphinx",
     # In docs/_ext.
     "c_headers",
     "class_members",
     "command_line",
-    "glossary_links",
     "linked_names",
     "page_groups",
 ]
@@ -48,7 +45,6 @@ html_theme = "furo"
 html_title = f"nvmeio {release}"
 html_static_path = ["_static"]
 html_css_files = ["nvmeio.css"]
-html_search_scorer = "docs/_ext/scorer.js"
 html_extra_path = ["_extra"]
 html_copy_source = False
 html_show_copyright = False
@@ -56,23 +52,26 @@ html_show_copyright = False
 templates_path = [str(ROOT / "docs" / "_templates")]
 
 nitpicky = True
-nitpick_ignore_regex = [("c:identifier", "u?int[0-9]+_t|size_t")]
+# Names of other projects are not linked.
+nitpick_ignore_regex = [
+    ("c:identifier", "u?int[0-9]+_t|size_t"),
+    ("py:.*", r"(?!nvmeio\b).*"),
+    ("std:(ref|term)", r"(python|numpy):.*"),
+]
 myst_heading_anchors = 4
 
 autodoc_typehints = "none"
 autodoc_member_order = "groupwise"
 # They are documented without being installed.
-autodoc_mock_imports = ["lightning", "lightning_fabric", "megatron", "torch_checkpointing"]
+autodoc_mock_imports = ["lightning", "lightning_fabric"]
 # Members of these base classes are left out; class_members.py leaves out those in Python.
 autosummary_context = {"foreign": "object, dict, tuple, Exception, OSError, ValueError"}
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True
 numpydoc_xref_ignore = "all"
 numpydoc_xref_aliases = {
-    word: f":obj:`{word} <{name}>`"
-    for word, name in {**inventories.ALIASES, **public_names.classes()}.items()
+    word: f":obj:`{word} <{name}>`" for word, name in public_names.classes().items()
 }
-intersphinx_mapping = inventories.write(ROOT / "build" / "docs" / "inventories")
 
 
 def setup(app):  # noqa: ANN001, ANN201

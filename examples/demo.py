@@ -1,437 +1,237 @@
-"""Show what nvmeio does: the machine, a round trip of tensors, training off the disk.
+"""Show in one screen what nvmeio does: files at the drive's speed, a model, training.
 
 All files are in a temporary folder, which is removed at the end, also after Ctrl-C.  The
-exit status is 0 only if every byte came back unchanged.
+exit status is 0 only if every byte came back, and training on disk gave the same numbers.
 """
 
-from __future__ import annotations
-
 import argparse
-import dataclasses
+import functools
 import os
 import platform
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
 import nvmeio
+import nvmeio.safetensors.torch
+import nvmeio.torch
+from nvmeio.checkpoint import Checkpointer
 
-MIB = 1 << 20
-ROUNDS = 3
-EPOCHS = 4
-BATCH = 64
-
-# Dtypes of the tensors, and their shares of the bytes. The last tensor gets the rest.
-SHARES = (
-    (torch.float32, 0.41),
-    (torch.bfloat16, 0.23),
-    (torch.float64, 0.17),
-    (torch.int64, 0.001),
-    (torch.uint8, 0),
-)
+# The first warms up, and does not count.
+ROUNDS = 4
+STEPS = 20
 
 
-def line(name: str, words: str) -> None:
-    """Print one line of results."""
-    print(f"   {name:<20} {words}", flush=True)
-
-
-def show_machine(folder: Path) -> None:
+def what_works(folder: Path) -> None:
     """Print what nvmeio can do on this machine and in this folder."""
-    print("\n1. What this machine can do")
-    models = [
-        text.partition(":")[2].strip()
-        for text in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if text.startswith("model name")
-    ]
-    model = models[0] if models else platform.machine()
-    line("CPU", f"{len(os.sched_getaffinity(0))} x {model}, Linux {platform.release()}")
-    for name, found in nvmeio.engines().items():
-        line(f"engine {name}", "works" if found["works"] else f"no: {found['reason']}")
+    print(f"nvmeio {nvmeio.__version__}, numpy {np.__version__}, torch {torch.__version__}")
+    print(f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} processors")
+    print("\n1. What works here")
+    for name, engine in nvmeio.engines().items():
+        print(f"   {name:<12}", "works" if engine["works"] else f"no: {engine['reason']}")
     with nvmeio.Handle() as handle:
-        line("chosen", handle.stats()["engine"])
+        print("   in use      ", handle.stats()["engine"])
     with nvmeio.File(folder / "probe", "w") as file:
-        how = f"O_DIRECT in units of {file.alignment} bytes"
-        if not file.direct:
-            how = "no O_DIRECT, so through the page cache"
-    (folder / "probe").unlink()
-    kind = subprocess.run(
+        how = "past the page cache" if file.direct else "through the page cache"
+    df = subprocess.run(
         ["df", "--output=fstype", folder], stdout=subprocess.PIPE, text=True, check=True
     )
-    line("this folder", f"{kind.stdout.split()[-1]}, {how}")
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = limit == resource.RLIM_INFINITY
-    line("locked memory", "unlimited" if unlimited else f"up to {limit // 1024} KiB")
+    print("   this folder ", f"{df.stdout.split()[-1]}, {how}")
 
 
-def make_tensors(size: int) -> list[torch.Tensor]:
-    """Make ordinary tensors of odd sizes and several dtypes, with `size` bytes in total."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = []
-    left = size
-    for dtype, share in SHARES:
-        nbytes = int(size * share) // dtype.itemsize * dtype.itemsize or left
-        noise = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
-        as_bytes(noise).random_(0, 256, generator=generator)
-        tensors.append(noise)
-        left -= nbytes
-    return tensors
+def drive_read() -> int:
+    """Return how many bytes the drive has delivered to this process so far."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes, so that NaN equals itself."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write tensors one after the other, and make the file durable."""
-    offset = 0
-    with (
-        nvmeio.Handle() as handle,
-        nvmeio.File(path, "w") as file,
-    ):
-        requests = []
-        for tensor in tensors:
-            requests.append(handle.submit_write(tensor, file, offset))
-            offset += tensor.nbytes
-        for request in requests:
-            request.wait()
-        handle.fsync(file)
-
-
-def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Read tensors that are stored one after the other."""
-    offset = 0
-    with nvmeio.Handle() as handle, nvmeio.File(path) as file:
-        requests = []
-        for tensor in into:
-            requests.append(handle.submit_read(tensor, file, offset))
-            offset += tensor.nbytes
-        for request in requests:
-            request.wait()
-    return into
-
-
-def write_with_numpy(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write tensors one after the other, and make the file durable."""
-    with open(path, "wb") as file:
-        for tensor in tensors:
-            as_bytes(tensor).numpy().tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_with_numpy(path: Path, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Read tensors that are stored one after the other, into new memory."""
-    with open(path, "rb") as file:
-        arrays = [np.fromfile(file, np.uint8, tensor.nbytes) for tensor in like]
-    return [
-        torch.from_numpy(array).view(tensor.dtype)
-        for array, tensor in zip(arrays, like, strict=True)
-    ]
-
-
-def forget(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Make a file durable, and drop it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
-def delivered_bytes() -> int:
-    """Return how many bytes the device has delivered to this process."""
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return int(dict(text.split(": ") for text in lines)["read_bytes"])
+class Timings:
+    """Time calls that write or read `nbytes` in files, and print their speeds."""
 
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.seconds: dict[str, list[float]] = {}
+        self.delivered: dict[str, int] = {}
 
-@dataclasses.dataclass
-class Side:
-    """One way to write and read tensors, and its figures.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the output.
-    write, read : callable
-        Functions of the file and the tensors.  `read` returns the tensors that it filled.
-    write_seconds, read_seconds : list of float
-        How long each round took.
-    delivered : list of int
-        How many bytes the device delivered to each read.
-    """
-
-    name: str
-    write: Callable[[Path, list[torch.Tensor]], None]
-    read: Callable[[Path, list[torch.Tensor]], list[torch.Tensor]]
-    write_seconds: list[float] = dataclasses.field(default_factory=list)
-    read_seconds: list[float] = dataclasses.field(default_factory=list)
-    delivered: list[int] = dataclasses.field(default_factory=list)
-
-    def timed_write(self, path: Path, tensors: list[torch.Tensor]) -> None:
-        """Write, and record the time."""
+    def write(self, name: str, path: Path, save: Callable[..., Any], array: Any) -> None:
+        """Time a write to a new file, until the drive has it."""
+        path.unlink(missing_ok=True)
         begin = time.perf_counter()
-        self.write(path, tensors)
-        self.write_seconds.append(time.perf_counter() - begin)
+        save(path, array)
+        to_disk(path)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
 
-    def timed_read(self, path: Path, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Read, and record the time and the bytes that the device delivered."""
-        device = delivered_bytes()
-        begin = time.perf_counter()
-        found = self.read(path, tensors)
-        self.read_seconds.append(time.perf_counter() - begin)
-        self.delivered.append(delivered_bytes() - device)
+    def read(self, name: str, path: Path, load: Callable[[Path], Any]) -> Any:
+        """Time a read of a file that is not in the page cache, and return its content."""
+        to_disk(path)
+        begin, before = time.perf_counter(), drive_read()
+        found = load(path)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        self.delivered[name] = drive_read() - before
         return found
 
-    def show(self, size: int) -> None:
-        """Print the speeds."""
-        line(f"{self.name} writes", speeds(size, self.write_seconds))
-        device = f"; the device delivered {min(self.delivered)} bytes or more"
-        line(f"{self.name} reads", speeds(size, self.read_seconds) + device)
+    def show(self) -> None:
+        """Print the median speed of each call, with the slowest and the fastest."""
+        for name in sorted(self.seconds, key=lambda name: not name.startswith("nvmeio")):
+            speeds = [self.nbytes / seconds / 1e9 for seconds in self.seconds[name][1:]]
+            spread = f"[{min(speeds):.2f}-{max(speeds):.2f}]"
+            line = f"   {name:<34} {statistics.median(speeds):5.2f} GB/s {spread}"
+            if name in self.delivered:
+                line += f", {self.delivered[name] / self.nbytes:.0%} from the drive"
+            print(line)
 
 
-def speeds(size: int, seconds: list[float]) -> str:
-    """Format the median, minimum and maximum of the speeds."""
-    median, low, high = (
-        size / value / 1e9
-        for value in (statistics.median(seconds), max(seconds), min(seconds))
+def same(found: Any, expected: Any) -> bool:
+    """Return whether two arrays or tensors have the same bits: NaN equals itself."""
+    found, expected = (np.asarray(each).reshape(-1) for each in (found, expected))
+    return np.array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+def all_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Return whether two models have the same names and bits."""
+    return found.keys() == expected.keys() and all(
+        same(found[name], expected[name]) for name in expected
     )
-    return f"{median:5.2f} GB/s [{low:.2f}-{high:.2f}]"
 
 
-def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Return whether tensors have the same bits."""
-    return len(found) == len(expected) and all(
-        torch.equal(as_bytes(one), as_bytes(other))
-        for one, other in zip(found, expected, strict=True)
+def verdict(good: bool, words: str) -> bool:
+    """Print whether a comparison succeeded, and return that."""
+    print("   " + (words if good else f"NOT SO: {words}"))
+    return good
+
+
+def round_trip(folder: Path, nbytes: int) -> bool:
+    """Write an array to a file and read it back. Each side reads the other's file."""
+    print(
+        f"\n2. {nbytes / 1e6:.0f} MB to a new, durable file, and back uncached: "
+        "median [slowest-fastest]"
     )
-
-
-def round_trip(folder: Path, size: int) -> bool:
-    """Write tensors to disk and read them back. Each side reads what the other wrote."""
-    print(f"\n2. A round trip of {size} bytes in ordinary torch tensors")
-    tensors = make_tensors(size)
-    for tensor in tensors:
-        line(str(tensor.dtype), f"{tensor.numel()} elements")
-    into = [torch.zeros_like(tensor) for tensor in tensors]
-    ours = Side("nvmeio", write_with_nvmeio, read_with_nvmeio)
-    numpys = Side("numpy", write_with_numpy, read_with_numpy)
-    path = folder / "tensors"
-    verified = True
+    array = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    path = folder / "array.npy"
+    timings, good = Timings(nbytes), True
     for _ in range(ROUNDS):
-        for writer, reader in ((numpys, ours), (ours, numpys)):
-            path.unlink(missing_ok=True)
-            writer.timed_write(path, tensors)
-            forget(path)
-            for tensor in into:
-                as_bytes(tensor).zero_()
-            verified &= equal(reader.timed_read(path, into), tensors)
-    path.unlink()
-    ours.show(size)
-    numpys.show(size)
-    line("method", f"median [minimum-maximum] of {ROUNDS}; new files, fsync included;")
-    line("", "reads with a cold page cache; fromfile makes new arrays, nvmeio fills")
-    line("", "tensors whose memory has been used; each side reads what the other wrote")
-    line("verified", "every byte came back" if verified else "NO: bytes differ")
-    return verified
+        timings.write("nvmeio.save", path, nvmeio.save, array)
+        good &= same(timings.read("numpy.load", path, np.load), array)
+        timings.write("numpy.save", path, np.save, array)
+        good &= same(timings.read("nvmeio.load", path, nvmeio.load), array)
+    timings.show()
+    return verdict(good, "every byte came back")
 
 
-class SwappedState:
-    """The state of an optimizer, on disk between its steps, as in DeepSpeed's swapper.
-
-    Its tensors become views of locked memory.  Before a step, that memory is read from the
-    files; after it, it is written to the files and overwritten.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        self.handle = nvmeio.aio_handle()
-        self.swapped: list[tuple[torch.Tensor, str]] = []
-        self.nbytes = 0
-        places = [
-            (state, name)
-            for state in optimizer.state.values()
-            for name, value in state.items()
-            if value.ndim > 0
-        ]
-        example = places[0][0][places[0][1]]
-        count = sum(state[name].numel() for state, name in places)
-        self.memory = self.handle.new_cpu_locked_tensor(count, example)
-        begin = 0
-        for number, (state, name) in enumerate(places):
-            view = self.memory[begin : begin + state[name].numel()]
-            begin += view.numel()
-            state[name] = view.view_as(state[name]).copy_(state[name])
-            self.swapped.append((view, str(folder / f"state-{number}")))
-
-    def swap_out(self) -> None:
-        """Write the state and overwrite its memory, so that only the disk has it."""
-        for view, path in self.swapped:
-            self.handle.async_pwrite(view, path)
-        self.finish()
-        self.memory.fill_(torch.nan)
-
-    def swap_in(self) -> None:
-        """Read the state back."""
-        for view, path in self.swapped:
-            self.handle.async_pread(view, path)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait for the requests in flight, and count their bytes."""
-        if self.handle.wait() != len(self.swapped):
-            raise RuntimeError("not every transfer of the state is done")
-        self.nbytes += self.memory.nbytes
-
-    def close(self) -> None:
-        """Free the memory and end the workers."""
-        self.handle.free_cpu_locked_tensor(self.memory)
-        self.handle.close()
-
-
-@dataclasses.dataclass
-class Trained:
-    """The result of training.
-
-    Attributes
-    ----------
-    parameters : list of torch.Tensor
-        The parameters of the model.
-    steps : int
-        The number of steps.
-    accuracy : float
-        The share of right answers for digits that were not trained on, from 0 to 1.
-    swapped : int
-        The bytes of state that were written and read, together.
-    """
-
-    parameters: list[torch.Tensor]
-    steps: int
-    accuracy: float
-    swapped: int
-
-
-def train(folder: Path | None) -> Trained:
-    """Train a classifier of digits. With a folder, Adam's state is there between steps."""
-    images, labels = load_digits(return_X_y=True)
-    inputs = torch.from_numpy(images / 16).float()
-    targets = torch.from_numpy(labels)
+def load_a_model(folder: Path, nbytes: int) -> bool:
+    """Load the weights of a made model from the formats of safetensors and of torch."""
+    print(f"\n3. A model of {nbytes / 1e6:.0f} MB in 48 tensors, loaded from its file")
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(inputs), generator=generator)
-    known, held_out = order[:-300], order[-300:]
+    weights = {
+        f"layers.{number}.weight": torch.randn(nbytes // 192, generator=generator)
+        for number in range(48)
+    }
+    ours, theirs = folder / "model.safetensors", folder / "model.pt"
+    nvmeio.safetensors.torch.save_file(weights, ours)
+    torch.save(weights, theirs)
+    load_file = nvmeio.safetensors.torch.load_file
+    timings, good = Timings(sum(each.nbytes for each in weights.values())), True
+    for _ in range(ROUNDS):
+        name = "nvmeio.safetensors.torch.load_file"
+        good &= all_same(timings.read(name, ours, load_file), weights)
+        good &= all_same(timings.read("torch.load", theirs, torch.load), weights)
+    timings.show()
+    return verdict(good, "every tensor came back")
+
+
+def new_training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Make a model and its optimizer, which are the same each time."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 129), torch.nn.ReLU(), torch.nn.Linear(129, 10)
+        torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024)
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    state: SwappedState | None = None
-    steps = 0
-    for _ in range(EPOCHS):
-        for batch in known[torch.randperm(len(known), generator=generator)].split(BATCH):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(
-                model(inputs[batch]), targets[batch]
-            ).backward()
-            if state is not None:
-                state.swap_in()
-            optimizer.step()
-            steps += 1
-            if folder is not None:
-                state = state or SwappedState(optimizer, folder)
-                state.swap_out()
-    right = model(inputs[held_out]).argmax(1) == targets[held_out]
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    swapped = 0
-    if state is not None:
-        swapped = state.nbytes
-        state.close()
-    return Trained(parameters, steps, right.float().mean().item(), swapped)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
+    """Train on data made from the number of the step, and return the last loss."""
+    for step in steps:
+        inputs = torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs.repeat(1, 4).sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
 
 
 def training(folder: Path) -> bool:
-    """Train in memory and with the state on disk, and compare the parameters."""
-    print("\n3. Training on scikit-learn's digits, Adam's state on disk between steps")
-    threads = torch.get_num_threads()
+    """Train in memory; and on disk, stopped half way and continued from a checkpoint."""
+    print("\n4. Training with AdamW's states on disk, stopped and continued")
     # With two threads on a busy machine, the first steps of torch in a process sometimes
-    # differ in the last bits from those in other processes (in 1 of 60 trainings in
-    # memory; torch 2.13.0, 2026-11-22).
+    # differ in the last bits, also without nvmeio (torch 2.13.0, 2026-11-22).
     torch.set_num_threads(1)
-    try:
-        expected = train(None)
-        found = train(folder)
-    finally:
-        torch.set_num_threads(threads)
-    line("in memory", f"{expected.steps} steps, accuracy {expected.accuracy:.3f}")
-    words = f"{found.steps} steps, accuracy {found.accuracy:.3f}"
-    line("on disk", f"{words}, {found.swapped / MIB:.1f} MiB swapped")
-    same = equal(found.parameters, expected.parameters)
-    line("parameters", "bit-identical" if same else "NOT bit-identical")
-    return same
+    expected, optimizer = new_training()
+    print(f"   in memory     {STEPS} steps, loss", train(expected, optimizer, range(STEPS)))
 
+    half = STEPS // 2
+    offload = functools.partial(nvmeio.torch.offload, folder=folder / "states")
+    with Checkpointer(folder / "run") as checkpointer:
+        model, optimizer = new_training()
+        with offload(optimizer) as on_disk:
+            loss = train(model, on_disk, range(half))
+            state = {"model": model.state_dict(), "optimizer": on_disk.state_items()}
+            checkpointer.save(half, state)
+            size = f"{on_disk.nbytes / 1e6:.0f} MB of states"
+        print(f"   on disk       {half} steps, loss {loss}, {size}")
 
-def size_of(text: str) -> int:
-    """Parse a size such as 64M or 1G."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    size = int(text if factor == 1 else text[:-1]) * factor
-    if size < MIB:
-        raise argparse.ArgumentTypeError("must be 1M or more")
-    return size
+        model, optimizer = new_training()
+        found = checkpointer.restore()
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        with offload(optimizer) as on_disk:
+            loss = train(model, on_disk, range(half, STEPS))
+        print(f"   continued     {STEPS} steps, loss {loss}")
+    return verdict(
+        all_same(model.state_dict(), expected.state_dict()),
+        "the parameters are the same, to the last bit",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all parts in a temporary folder, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        default=Path(),
-        help="folder in which to make the temporary folder (the current one)",
-    )
-    parser.add_argument(
-        "--size", type=size_of, default=1 << 30, help="size of the round trip (1G)"
-    )
+    words = "folder in which to make the temporary folder (the current one)"
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help=words)
+    words = "megabytes of the array and of the model (128)"
+    parser.add_argument("--size", type=int, metavar="MB", default=128, help=words)
     options = parser.parse_args(arguments)
-    stopped: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        stopped.append(number)
-        raise KeyboardInterrupt
-
-    # Handle SIGTERM as well, so that `kill` removes the folder too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    print(f"nvmeio {nvmeio.__version__}, torch {torch.__version__}, numpy {np.__version__}")
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="nvmeio-demo-", dir=options.folder
-        ) as inside:
-            show_machine(Path(inside))
-            came_back = round_trip(Path(inside), options.size)
-            same = training(Path(inside))
-    except (KeyboardInterrupt, Exception) as error:
-        # numpy's tofile() turns an interruption into a TypeError.
-        if stopped:
-            print("\ninterrupted; the files are removed", file=sys.stderr)
-            return 128 + stopped[0]
-        if not isinstance(error, OSError):
-            raise
-        print(f"\ndemo: {error}", file=sys.stderr)
-        return 1
-    print("\nall is well" if came_back and same else "\nSOMETHING IS WRONG; see above")
-    return 0 if came_back and same else 1
+    nbytes = options.size * 1_000_000
+    # `kill`, too, removes the folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="nvmeio-demo-", dir=options.folder) as made:
+        folder = Path(made)
+        what_works(folder)
+        good = round_trip(folder, nbytes)
+        good &= load_a_model(folder, nbytes)
+        good &= training(folder)
+    print("\nAll is well." if good else "\nSOMETHING IS WRONG; see above.")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -180,7 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(options, name) < 1:
             value = getattr(options, name)
             parser.error(f"--{name} is {value}; at least one is needed")
-    context = multiprocessing.get_context("spawn")
+    # The server imports this module, and torch with it, once for all workers.
+    context = multiprocessing.get_context("forkserver")
     barrier = context.Barrier(PROCESSES + 1)
     with tempfile.TemporaryDirectory(prefix="nvmeio-embedding-", dir=".") as name:
         folder = Path(name)

@@ -226,7 +226,7 @@ class Child:
 
     def _attach(self):
         calls = [*self.traced, *(fault.partition(":")[0] for fault in self.faults)]
-        command = ["strace", "-f", "-qqq", "-e", f"trace={','.join(calls)}"]
+        command = ["strace", "-f", "-qqq", "-y", "-e", f"trace={','.join(calls)}"]
         command += [word for fault in self.faults for word in ("-e", f"inject={fault}")]
         if self.only:
             command += ["-P", str(self.only)]

@@ -1,7 +1,8 @@
-"""The command ``nvmeio`` as processes: with pipes, and in a terminal of its own."""
+"""The command ``nvmeio``: called here, as a process with pipes, or in a terminal."""
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ import time
 from dataclasses import dataclass
 
 from children import WATCHDOG_S
+from nvmeio._cli import main
 
 # Escape sequences of a terminal: colours and movements of the cursor.
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
@@ -65,6 +67,24 @@ def nvmeio(*arguments, prefix=(), without=(), **options):
         **options,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def call_nvmeio(*arguments):
+    """Run ``nvmeio`` in this process, which is ten times as fast as in another."""
+    streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+    with (
+        contextlib.redirect_stdout(streams[0]),
+        contextlib.redirect_stderr(streams[1]),
+    ):
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            status = ended.code
+    texts = []
+    for stream in streams:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode(errors="surrogateescape"))
+    return Done(status, *texts)
 
 
 def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **options):

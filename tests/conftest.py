@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 pytest_plugins = [
-    *("children", "control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
+    *("children", "control_groups", "engine_fixtures", "fuse_mounts", "mounts"),
     *("pairwise", "skip_report"),
 ]
 

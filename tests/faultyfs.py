@@ -1,7 +1,8 @@
 """A file system in memory with faults on demand, by FUSE: ``faultyfs.py MOUNTPOINT``.
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
-``read``, ``write`` and ``fsync`` a dict of
+``read``, ``write``, ``fsync``, ``flush`` (each close(2), which returns its error) and
+``release`` (the last close(2) of an open file, which does not wait for it) a dict of
 
 ``held``        wait until other faults are set, or half a minute; with ``at``, only calls
                 that touch that byte
@@ -156,6 +157,14 @@ class FaultyFS(fuse.Operations):
 
     def fsync(self, path, datasync, fh):
         self.strike("fsync", path)
+        return 0
+
+    def flush(self, path, fh):
+        self.strike("flush", path)
+        return 0
+
+    def release(self, path, fh):
+        self.strike("release", path)
         return 0
 
     def unlink(self, path):

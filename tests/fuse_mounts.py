@@ -23,12 +23,13 @@ def is_mounted(folder):
     return str(folder) in (line.split()[1] for line in mounts)
 
 
-def await_mount(server, folder):
-    """Wait until a FUSE file system is mounted; raise if its server ends."""
+def await_mount(server, folder, errors):
+    """Wait until a FUSE file system is mounted; raise what it wrote if its server ends."""
     deadline = time.monotonic() + WATCHDOG_S
     while not is_mounted(folder):
         if server.poll() is not None:
-            raise RuntimeError(f"FUSE serves nothing: {server.stderr.read()}")
+            errors.seek(0)
+            raise RuntimeError(f"FUSE serves nothing: {errors.read()}")
         assert time.monotonic() < deadline, f"FUSE mounts nothing at {folder}"
         time.sleep(0.01)
 
@@ -53,16 +54,18 @@ def end_server(server, folder):
 @contextlib.contextmanager
 def served(script, folder, *arguments):
     """Mount the FUSE file system that a script serves, and yield its process."""
-    server = subprocess.Popen(
-        [sys.executable, script, folder, *map(str, arguments)],
-        env=system_environment(),
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     with contextlib.ExitStack() as stack:
+        # Not a pipe: it would be full after some hundred errors that the server logs.
+        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+        server = subprocess.Popen(
+            [sys.executable, script, folder, *map(str, arguments)],
+            env=system_environment(),
+            stdin=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         stack.callback(end_server, server, folder)
-        await_mount(server, folder)
+        await_mount(server, folder, errors)
         yield server
 
 

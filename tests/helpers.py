@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import CancelledError
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from nvmeio._native.page_cache import cached_fraction
+from nvmeio._native.system_calls import cached_fraction
 
 ENGINES = ("io_uring", "libaio", "threads", "sync")
 PAGE = 4096
@@ -197,14 +198,15 @@ def plugged(handle, folder):
     """Keep the only worker of a handle busy, so that later requests stay queued.
 
     The handle must have blocks of one page and a queue depth of one: `SLOW`.  The yielded
-    requests are seconds of work for the worker; they are cancelled at the end.
+    requests are cancelled at the end.  Each has a turn of 256 blocks before a later one is
+    next, so that this takes seconds.
     """
     path = folder / "plug"
     with open(path, "wb") as file:
         file.truncate(64 * MIB)
     memory = np.zeros(64 * MIB, np.uint8)
     with nvmeio.File(path) as file:
-        plugs = [handle.submit_read(memory, file) for _ in range(256)]
+        plugs = [handle.submit_read(memory, file) for _ in range(4096)]
     try:
         yield plugs
     finally:
@@ -225,3 +227,18 @@ def cancelled(request):
 
 
 SLOW = {"block_size": 1, "queue_depth": 1}
+
+
+def in_child(function, *args):
+    """Run a function in a forked child, and return the number of its process."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            function(*args)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child

@@ -37,13 +37,31 @@ def unmount(folder, patience_s=WATCHDOG_S):
             time.sleep(0.05)
 
 
+def backing_file(device):
+    """Return the path of a loop device's file, or None if it has none."""
+    try:
+        return Path("/sys/block", Path(device).name, "loop/backing_file").read_text()
+    except FileNotFoundError:
+        return None
+
+
 def take_down(device, patience_s=WATCHDOG_S):
-    """Unmount a loop device wherever it is mounted, and detach it."""
+    """Unmount a loop device wherever it is mounted, and detach it.
+
+    A process of another test that has its own mount namespace may have copied the mount.
+    Until that process ends, the file system is still mounted there, the device is not free,
+    and xfs refuses to mount another image with the same UUID.
+    """
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     for source, folder in (line.split()[:2] for line in mounts):
         if source == device:
             unmount(folder, patience_s)
+    used = backing_file(device)
     run_tool("losetup", "--detach", device)
+    deadline = time.monotonic() + patience_s
+    while used is not None and backing_file(device) == used:
+        assert time.monotonic() < deadline, f"{device} is still mounted somewhere"
+        time.sleep(0.01)
 
 
 def take_down_leftovers():
@@ -124,14 +142,21 @@ def loop_device(loop_devices, tmp_path):
         yield make
 
 
-def make_and_mount(kind, device, folder, sector=512):
-    """Make a file system on a device, and mount it."""
-    options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+def make_and_mount(
+    kind, device, folder, sector=512, options="defaults", block=None, features=None
+):
+    """Make a file system on a device, and mount it with these options.
+
+    `block` is the size of a block of xfs; `features` are of ext4.
+    """
+    made = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+    made += ["-O", features] if features else []
     if kind == "xfs":
-        options += ["-s", f"size={sector}"]
-    run_tool(f"mkfs.{kind}", *options, device)
+        made += ["-s", f"size={sector}"]
+        made += ["-b", f"size={block}"] if block else []
+    run_tool(f"mkfs.{kind}", *made, device)
     folder.mkdir()
-    run_tool("mount", "-t", kind, device, folder)
+    run_tool("mount", "-t", kind, "-o", options, device, folder)
 
 
 @functools.cache
@@ -153,10 +178,10 @@ def need_mount(kind):
         pytest.skip(refusal)
 
 
-def mount_new(kind, device, folder, sector=512):
+def mount_new(kind, device, folder, **options):
     """Make a file system on a device, and mount it; skip if that does not work here."""
     need_mount(kind)
-    make_and_mount(kind, device, folder, sector)
+    make_and_mount(kind, device, folder, **options)
 
 
 @pytest.fixture
@@ -165,7 +190,7 @@ def loop_mount(loop_device, tmp_path):
 
     def mount(kind, size, sector=512):
         folder = tmp_path / f"mount-{kind}"
-        mount_new(kind, loop_device(size, sector), folder, sector)
+        mount_new(kind, loop_device(size, sector), folder, sector=sector)
         return folder
 
     return mount

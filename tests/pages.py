@@ -1,9 +1,10 @@
 """Find and run the commands and the code that the pages for users show.
 
 A fenced block of a page is a file if a file name follows the language
-(```` ```c gather.c ````); `python` is code; `sh`, or no language, shows commands; `console`
-shows them after ``$ ``, with their output.  Everything on a page runs in one folder, from
-top to bottom, its Python in one process.
+(```` ```c gather.c ````).  `python` is code; `sh` shows commands, and `console` shows them
+after ``$ ``, with their output.  `sh unrun`, `text` and `pycon` are not run, blocks with
+`deepspeed` only beside it.  Everything on a page runs in one folder, from top to
+bottom, its Python in one process.
 """
 
 import json
@@ -11,24 +12,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-from unrun import UNRUN
 
 __all__ = [
     "PAGES",
     "ROOT",
-    "RUN_ONCE",
-    "Block",
-    "Command",
     "blocks_of",
-    "commands_of",
     "file_of",
-    "inline_commands_of",
     "read_page",
     "run_page",
-    "run_steps",
     "steps_of",
 ]
 
@@ -36,14 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 
 FENCED = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"(?<!`)`(nvmeio [^`]+)`")
 FILE_NAME = re.compile(r"[\w-]+\.\w+")
 STATUS = re.compile(r"\s+# exit status (\d+)$")
-# Slow commands that several pages show, and the page for which they are run.
-RUN_ONCE = {
-    "nvmeio bench . --size 256M": "docs/quickstart.md",
-    "nvmeio tune . --budget 20s": "docs/tuning.md",
-}
 HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")
 
 
@@ -63,26 +50,11 @@ class Block:
 
     @property
     def is_shell(self):
-        return self.language in ("", "sh", "console") and not self.is_file
+        return self.language in ("sh", "console") and self.info in ("", "deepspeed")
 
     @property
     def needs_deepspeed(self):
         return self.info == "deepspeed"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A shell command, its exit status, and its output, None if the page shows none."""
-
-    line: int
-    text: str
-    status: int
-    output: str | None
-
-    @property
-    def words(self):
-        """The command without line breaks, as in UNRUN."""
-        return " ".join(self.text.replace("\\\n", " ").split())
 
 
 def read_page(page):
@@ -105,16 +77,10 @@ def file_of(page, name):
     return text
 
 
-def inline_commands_of(page):
-    """Return the commands of nvmeio in the sentences of a page."""
-    return INLINE.findall(FENCED.sub("", read_page(page)))
-
-
 def commands_of(block):
-    """Return the commands of a shell block."""
+    """Yield the commands of a shell block: line, text, exit status, and output or None."""
     prompt = "$ " if block.language == "console" else ""
     lines = block.text.splitlines()
-    commands = []
     at = 0
     while at < len(lines):
         begin, ended = at, _end_of(lines, at)
@@ -128,12 +94,12 @@ def commands_of(block):
         if not text or text.startswith("#"):
             continue
         found = STATUS.search(text)
-        status = int(found[1]) if found else 0
-        output = "\n".join([*lines[ended:at], ""]) if at > ended else None
-        commands.append(
-            Command(block.line + 1 + begin, STATUS.sub("", text), status, output)
-        )
-    return commands
+        yield {
+            "line": block.line + 1 + begin,
+            "text": STATUS.sub("", text),
+            "status": int(found[1]) if found else 0,
+            "output": "\n".join([*lines[ended:at], ""]) if at > ended else None,
+        }
 
 
 def _end_of(lines, at):
@@ -147,7 +113,7 @@ def _end_of(lines, at):
 
 
 def steps_of(page, *, deepspeed=False):
-    """Yield the steps of a page for run_page.py, without the commands of UNRUN."""
+    """Yield the steps of a page for run_page.py."""
     for block in blocks_of(page):
         where = {"page": str(ROOT / page), "line": block.line}
         if block.needs_deepspeed and not deepspeed:
@@ -156,24 +122,13 @@ def steps_of(page, *, deepspeed=False):
             yield where | {"kind": "file", "name": block.info, "text": block.text}
         elif block.is_shell:
             for command in commands_of(block):
-                if RUN_ONCE.get(command.words, page) != page:
-                    continue
-                if command.words in UNRUN:
-                    for name, text in UNRUN[command.words].leaves().items():
-                        yield where | {"kind": "file", "name": name, "text": text}
-                else:
-                    yield where | {"kind": "command"} | asdict(command)
+                yield where | {"kind": "command"} | command
         elif block.language == "python":
             yield where | {"kind": "python", "text": block.text}
 
 
 def run_page(page, folder, *options, deepspeed=False):
     """Run everything that a page shows in a folder; return the finished process."""
-    return run_steps(steps_of(page, deepspeed=deepspeed), folder, *options)
-
-
-def run_steps(steps, folder, *options):
-    """Run some steps in a process, with options for Python."""
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
@@ -183,7 +138,7 @@ def run_steps(steps, folder, *options):
     }
     return subprocess.run(
         [sys.executable, *options, Path(__file__).with_name("run_page.py")],
-        input=json.dumps([*steps]),
+        input=json.dumps([*steps_of(page, deepspeed=deepspeed)]),
         cwd=folder,
         env=environment,
         capture_output=True,

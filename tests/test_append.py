@@ -7,7 +7,6 @@ import pickle
 import resource
 import signal
 import threading
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.lib import format as npy
 
 import nvmeio
 from array_samples import DTYPES, noise, numbers, write_npy
-from helpers import MIB, PAGE, left_open, limit
+from helpers import MIB, PAGE, in_child, left_open, limit
 from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
@@ -345,21 +344,6 @@ class Killing(Handle):
         super().fsync(file, data_only=data_only)
 
 
-def in_child(function, *args):
-    """Run a function in a forked child, and return the child's status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            function(*args)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return child
-
-
 def append_and_die(path, rows, when):
     """Append, and be killed during that."""
     pwrite = os.pwrite
@@ -441,24 +425,6 @@ class TestOthers:
             own = found[found[:, 0] // 1000 == process, 0] % 1000
             wanted = np.arange(counts["appends"])
             assert_same(own, np.repeat(wanted, 1 + wanted % 7).astype("i4"))
-
-    def test_no_row_of_several_threads_is_lost(self, path):
-        with ArrayFile.create(path, (0, 700), "f8") as array:
-            barrier = threading.Barrier(4)
-
-            def append(thread):
-                barrier.wait()
-                for number in range(25):
-                    array.append(np.full((3, 700), thread * 100 + number))
-
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(append, range(4)))
-            assert array.shape == (300, 700)
-            found = array[...]
-        assert (found == found[:, :1]).all()
-        values, counts = np.unique(found[:, 0], return_counts=True)
-        assert (counts == 3).all()
-        assert len(values) == 100
 
     def test_readers_see_one_length_or_the_other(self, path):
         """Readers that open the file during an append find only whole rows."""

@@ -44,6 +44,13 @@ def root(tmp_path):
 
 
 @pytest.fixture
+def checkpointer(root):
+    """A Checkpointer of the root."""
+    with Checkpointer(root) as checkpointer:
+        yield checkpointer
+
+
+@pytest.fixture
 def slow(monkeypatch):
     """A gate that holds saves before their first byte is written."""
     gate = gated(monkeypatch, _saving.Plan, "_write_tensors")
@@ -103,23 +110,22 @@ class TestSteps:
                 )
 
     @pytest.mark.parametrize("how", ["save", "staged", "unstaged"])
-    def test_a_saved_state_is_restored(self, root, default_engine, how):
-        with Checkpointer(root) as checkpointer:
-            for step in (0, 9, 10):
-                if how == "save":
-                    path = checkpointer.save(step, state_of(step))
-                else:
-                    future = checkpointer.save_async(
-                        step, state_of(step), stage=how == "staged"
-                    )
-                    path = future.result()
-                    assert (future.step, future.staged.result()) == (step, None)
-                assert path == root / f"step-{step}"
-                assert checkpointer.latest() == step
-                checkpointer.verify(step)
-                assert same(checkpointer.restore(), state_of(step))
-            assert checkpointer.steps() == [0, 9, 10]
-            assert same(checkpointer.restore(9), state_of(9))
+    def test_a_saved_state_is_restored(self, checkpointer, root, default_engine, how):
+        for step in (0, 9, 10):
+            if how == "save":
+                path = checkpointer.save(step, state_of(step))
+            else:
+                future = checkpointer.save_async(
+                    step, state_of(step), stage=how == "staged"
+                )
+                path = future.result()
+                assert (future.step, future.staged.result()) == (step, None)
+            assert path == root / f"step-{step}"
+            assert checkpointer.latest() == step
+            checkpointer.verify(step)
+            assert same(checkpointer.restore(), state_of(step))
+        assert checkpointer.steps() == [0, 9, 10]
+        assert same(checkpointer.restore(9), state_of(9))
 
     def test_keep_and_keep_every_choose_the_steps_that_stay(self, root):
         with Checkpointer(root, keep=2, keep_every=4) as checkpointer:
@@ -188,12 +194,11 @@ def test_bad_options(root, options, error):
 
 
 @pytest.mark.parametrize("step", [-1, 10**18 + 1, 1.0, "1", True, None])
-def test_bad_steps(root, step):
-    with Checkpointer(root) as checkpointer:
-        with pytest.raises((TypeError, ValueError), match="step is"):
-            checkpointer.save(step, 1)
-        with pytest.raises((TypeError, ValueError), match="step is"):
-            checkpointer.verify(step)
+def test_bad_steps(checkpointer, step):
+    with pytest.raises((TypeError, ValueError), match="step is"):
+        checkpointer.save(step, 1)
+    with pytest.raises((TypeError, ValueError), match="step is"):
+        checkpointer.verify(step)
 
 
 def fail_to_lock(descriptor, operation):
@@ -337,13 +342,6 @@ class TestDamage:
         done, total = said[-1]
         assert done == total > 4 * 300_000
 
-    def test_without_checksums_nothing_is_verified(self, root):
-        with Checkpointer(root, checksum=None) as checkpointer:
-            checkpointer.save(3, state_of(3))
-            assert same(checkpointer.restore(), state_of(3))
-            with pytest.raises(CheckpointError, match="saved without checksums"):
-                checkpointer.verify(3)
-
     @pytest.mark.parametrize(
         ("change", "words"),
         [
@@ -408,8 +406,13 @@ class TestDamage:
         "text", ["", "[", "NaN", '{"a": 1, "a": 1}', "\xff", "[" * 100_000, "9" * 9999, "3"]
     )
     def test_a_manifest_that_is_no_json_is_damage(self, checkpointer, root, text):
-        (root / "step-2" / "manifest.json").write_bytes(text.encode("latin1"))
+        path = root / "step-2" / "manifest.json"
+        path.write_bytes(text.encode("latin1"))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            checkpointer.restore(2)
+        # A huge one is not read.
+        os.truncate(path, 128 << 20)
+        with pytest.raises(CheckpointError, match="67108864 is the limit"):
             checkpointer.restore(2)
 
     @pytest.mark.parametrize("code", ["EMFILE", "EACCES", "EIO", "ENODATA", "EUCLEAN"])
@@ -466,17 +469,16 @@ class TestDamage:
 class TestAsync:
     """save_async(): when it returns, a second one meanwhile, and errors."""
 
-    def test_a_staged_state_may_change_at_once(self, root, slow):
-        with Checkpointer(root) as checkpointer:
-            state = state_of(1)
-            future = checkpointer.save_async(1, state)
-            assert future.staged.done()
-            for array in state["weights"]:
-                array[:] = 0
-            assert not future.done()
-            slow.set()
-            future.result()
-            assert same(checkpointer.restore(), state_of(1))
+    def test_a_staged_state_may_change_at_once(self, checkpointer, slow):
+        state = state_of(1)
+        future = checkpointer.save_async(1, state)
+        assert future.staged.done()
+        for array in state["weights"]:
+            array[:] = 0
+        assert not future.done()
+        slow.set()
+        future.result()
+        assert same(checkpointer.restore(), state_of(1))
 
     @pytest.mark.parametrize("more", [-1, 0, 1])
     def test_states_of_whole_blocks_and_a_byte_more_or_less(self, root, more):
@@ -501,15 +503,14 @@ class TestAsync:
             assert same(checkpointer.restore(4), state_of(4, 301_000))
         assert checkpointer._staging._region is None
 
-    def test_an_unstaged_save_reports_when_the_state_may_change(self, root, slow):
-        with Checkpointer(root) as checkpointer:
-            future = checkpointer.save_async(1, state_of(1), stage=False)
-            assert slow.begun.wait(60)
-            assert not future.staged.done()
-            slow.set()
-            assert future.staged.result() is None
-            future.result()
-            assert checkpointer._staging._region is None
+    def test_an_unstaged_save_reports_when_the_state_may_change(self, checkpointer, slow):
+        future = checkpointer.save_async(1, state_of(1), stage=False)
+        assert slow.begun.wait(60)
+        assert not future.staged.done()
+        slow.set()
+        assert future.staged.result() is None
+        future.result()
+        assert checkpointer._staging._region is None
 
     def test_a_second_save_does_not_overwrite_the_staged_first(
         self, root, slow, monkeypatch
@@ -601,18 +602,17 @@ class TestAsync:
 
     @pytest.mark.parametrize("how", ["result", "exception"])
     def test_an_error_that_was_retrieved_is_not_raised_again(
-        self, root, no_room, monkeypatch, how
+        self, checkpointer, no_room, monkeypatch, how
     ):
-        with Checkpointer(root) as checkpointer:
-            future = checkpointer.save_async(2, 2, stage=False)
-            if how == "result":
-                with pytest.raises(OSError, match="broken"):
-                    future.result()
-            assert how == "result" or future.exception() is no_room
+        future = checkpointer.save_async(2, 2, stage=False)
+        if how == "result":
             with pytest.raises(OSError, match="broken"):
-                future.staged.result()
-            monkeypatch.undo()
-            checkpointer.save(3, 3)
+                future.result()
+        assert how == "result" or future.exception() is no_room
+        with pytest.raises(OSError, match="broken"):
+            future.staged.result()
+        monkeypatch.undo()
+        checkpointer.save(3, 3)
 
     def test_a_timeout_does_not_count_as_retrieving_the_error(
         self, root, slow, monkeypatch
@@ -628,26 +628,27 @@ class TestAsync:
             checkpointer.close()
 
     @pytest.mark.parametrize("stage", [True, False])
-    def test_a_cancelled_save_leaves_nothing(self, root, slow, monkeypatch, stage):
-        with Checkpointer(root) as checkpointer:
-            future = checkpointer.save_async(1, state_of(1), stage=stage)
-            assert slow.begun.wait(60)
-            assert future.cancel()
-            # A cancelled save stops writing.
-            written = []
-            monkeypatch.setattr(_saving.Plan, "_write_text", lambda *a: written.append(a))
-            slow.set()
-            with pytest.raises(CancelledError):
-                future.result()
-            checkpointer._last._over.wait()
-            monkeypatch.undo()
-            assert written == []
-            assert future.staged.done()
-            assert os.listdir(root) == [".nvmeio-lock"]
-            future = checkpointer.save_async(2, 2)
+    def test_a_cancelled_save_leaves_nothing(
+        self, checkpointer, root, slow, monkeypatch, stage
+    ):
+        future = checkpointer.save_async(1, state_of(1), stage=stage)
+        assert slow.begun.wait(60)
+        assert future.cancel()
+        # A cancelled save stops writing.
+        written = []
+        monkeypatch.setattr(_saving.Plan, "_write_text", lambda *a: written.append(a))
+        slow.set()
+        with pytest.raises(CancelledError):
             future.result()
-            assert not future.cancel()
-            assert checkpointer.steps() == [2]
+        checkpointer._last._over.wait()
+        monkeypatch.undo()
+        assert written == []
+        assert future.staged.done()
+        assert os.listdir(root) == [".nvmeio-lock"]
+        future = checkpointer.save_async(2, 2)
+        future.result()
+        assert not future.cancel()
+        assert checkpointer.steps() == [2]
 
     def test_a_save_in_its_rename_cannot_be_cancelled(self, root, monkeypatch):
         gate = gated(monkeypatch, Unfinished, "commit")
@@ -671,31 +672,36 @@ class TestAsync:
     def test_a_closed_checkpointer_restores_but_does_not_save(self, root):
         checkpointer = Checkpointer(root)
         checkpointer.save_async(1, state_of(1))
-        checkpointer.close()
-        checkpointer.close()
-        with pytest.raises(ValueError, match="is closed"):
-            checkpointer.save(2, 2)
-        assert same(checkpointer.restore(), state_of(1))
+        with Checkpointer(root) as other:
+            with pytest.raises(BlockingIOError):
+                other.save(2, 2)
+            checkpointer.close()
+            checkpointer.close()
+            for call in (checkpointer.prune, lambda: checkpointer.save(2, 2)):
+                with pytest.raises(ValueError, match="is closed"):
+                    call()
+            assert same(checkpointer.restore(), state_of(1))
+            # Nothing of this took the lock again.
+            other.save(3, 3)
 
     @pytest.mark.parametrize("stage", [True, False])
     def test_the_interpreter_waits_for_a_save_at_exit(self, root, stage):
         run_child("save_and_leave", root=str(root), stage=stage)
         assert same(Checkpointer(root).restore(), state_of(1))
 
-    def test_the_gil_is_free_meanwhile(self, root, tmp_path, slow_default):
+    def test_the_gil_is_free_meanwhile(self, checkpointer, tmp_path, slow_default):
         """This thread runs while the saving thread waits for a busy drive."""
-        with Checkpointer(root) as checkpointer:
-            with plugged(slow_default, tmp_path):
-                submitted = slow_default.stats()["requests"]
-                future = checkpointer.save_async(1, state_of(1), stage=False)
-                while slow_default.stats()["requests"] == submitted:
-                    time.sleep(0.001)
-                # A thread that kept the GIL would let this one go on only after its save.
-                for _ in range(100):
-                    time.sleep(0.001)
-                assert not future.done()
-            future.result()
-            assert same(checkpointer.restore(), state_of(1))
+        with plugged(slow_default, tmp_path):
+            submitted = slow_default.stats()["requests"]
+            future = checkpointer.save_async(1, state_of(1), stage=False)
+            while slow_default.stats()["requests"] == submitted:
+                time.sleep(0.001)
+            # A thread that kept the GIL would let this one go on only after its save.
+            for _ in range(100):
+                time.sleep(0.001)
+            assert not future.done()
+        future.result()
+        assert same(checkpointer.restore(), state_of(1))
 
 
 class TestSequence:
@@ -721,29 +727,29 @@ class TestSequence:
                 checkpointer.save(2, 8)
             assert (checkpointer.restore(), checkpointer.restored) == (8, 2)
 
-    def test_remove_deletes_damaged_steps_but_not_those_being_read(self, root):
-        with Checkpointer(root) as checkpointer:
-            (checkpointer.save(1, 1) / "tree.json").unlink()
-            checkpointer.remove(1)
-            path = checkpointer.save(2, 2)
-            with open(path / "manifest.json") as held:
-                fcntl.flock(held, fcntl.LOCK_SH)
-                with pytest.raises(BlockingIOError, match="the step is being read"):
-                    checkpointer.remove(2)
-            assert os.listdir(root) != [".nvmeio-lock"]
+    def test_remove_deletes_damaged_steps_but_not_those_being_read(
+        self, checkpointer, root
+    ):
+        (checkpointer.save(1, 1) / "tree.json").unlink()
+        checkpointer.remove(1)
+        path = checkpointer.save(2, 2)
+        with open(path / "manifest.json") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            with pytest.raises(BlockingIOError, match="the step is being read"):
+                checkpointer.remove(2)
+        assert os.listdir(root) != [".nvmeio-lock"]
 
-    def test_restored_is_the_step_that_was_restored(self, root):
-        with Checkpointer(root) as checkpointer:
-            assert checkpointer.restored is None
-            for step in (1, 2):
-                checkpointer.save(step, step)
-            flip(root / "step-2" / "tree.json", 5)
-            for read, found in ((checkpointer.metadata, None), (checkpointer.restore, 1)):
-                with pytest.warns(RuntimeWarning, match="step 2 is skipped") as told:
-                    assert read() == found
-                assert [each.filename for each in told] == [__file__]
-            assert (checkpointer.restored, checkpointer.latest()) == (1, 1)
-            assert Checkpointer(root).latest() == 2
+    def test_restored_is_the_step_that_was_restored(self, checkpointer, root):
+        assert checkpointer.restored is None
+        for step in (1, 2):
+            checkpointer.save(step, step)
+        flip(root / "step-2" / "tree.json", 5)
+        for read, found in ((checkpointer.metadata, None), (checkpointer.restore, 1)):
+            with pytest.warns(RuntimeWarning, match="step 2 is skipped") as told:
+                assert read() == found
+            assert [each.filename for each in told] == [__file__]
+        assert (checkpointer.restored, checkpointer.latest()) == (1, 1)
+        assert Checkpointer(root).latest() == 2
 
     def test_the_first_save_removes_leftovers_of_any_host(self, root):
         root.mkdir()
@@ -855,20 +861,21 @@ class TestInBetween:
     """Calls during a save: by signal handlers, callbacks and forked children."""
 
     @pytest.mark.parametrize("call", ["save", "save_async", "prune", "close"])
-    def test_a_call_in_the_middle_of_a_save_is_refused(self, root, monkeypatch, call):
-        with Checkpointer(root) as checkpointer:
-            stage = _saving.Plan.stage
-            arguments = (9, state_of(9)) if call.startswith("save") else ()
+    def test_a_call_in_the_middle_of_a_save_is_refused(
+        self, checkpointer, monkeypatch, call
+    ):
+        stage = _saving.Plan.stage
+        arguments = (9, state_of(9)) if call.startswith("save") else ()
 
-            def stage_late(plan, *others):
-                with pytest.raises(RuntimeError, match="at work"):
-                    getattr(checkpointer, call)(*arguments)
-                stage(plan, *others)
+        def stage_late(plan, *others):
+            with pytest.raises(RuntimeError, match="at work"):
+                getattr(checkpointer, call)(*arguments)
+            stage(plan, *others)
 
-            monkeypatch.setattr(_saving.Plan, "stage", stage_late)
-            checkpointer.save_async(1, state_of(1)).result()
-            assert checkpointer.steps() == [1]
-            assert same(checkpointer.restore(), state_of(1))
+        monkeypatch.setattr(_saving.Plan, "stage", stage_late)
+        checkpointer.save_async(1, state_of(1)).result()
+        assert checkpointer.steps() == [1]
+        assert same(checkpointer.restore(), state_of(1))
 
     def test_callbacks_may_save_while_others_wait(self, root, slow):
         with Checkpointer(root, keep=1) as checkpointer:
@@ -898,19 +905,18 @@ class TestInBetween:
             gate.set()
             assert checkpointer.steps() == [1, 2]
 
-    def test_without_threads_only_synchronous_saves_work(self, root, monkeypatch):
-        with Checkpointer(root) as checkpointer:
+    def test_without_threads_only_synchronous_saves_work(self, checkpointer, monkeypatch):
 
-            def refused(thread):
-                raise RuntimeError("can't start new thread")
+        def refused(thread):
+            raise RuntimeError("can't start new thread")
 
-            monkeypatch.setattr(threading.Thread, "start", refused)
-            with pytest.raises(RuntimeError, match="new thread"):
-                checkpointer.save_async(1, state_of(1))
-            checkpointer.save(2, state_of(2))
-            monkeypatch.undo()
-            checkpointer.save_async(3, state_of(3)).result()
-            assert checkpointer.steps() == [2, 3]
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            checkpointer.save_async(1, state_of(1))
+        checkpointer.save(2, state_of(2))
+        monkeypatch.undo()
+        checkpointer.save_async(3, state_of(3)).result()
+        assert checkpointer.steps() == [2, 3]
 
     @pytest.mark.parametrize("call", ["save", "close"])
     def test_a_child_forked_while_a_save_goes_on(self, root, call):
@@ -938,30 +944,29 @@ class TestInBetween:
         assert "a checkpoint was not saved" in notes[0]
 
 
-def test_restoring_near_the_recursion_limit_takes_the_newest_step(root):
+def test_restoring_near_the_recursion_limit_takes_the_newest_step(checkpointer):
     """A RecursionError must not count as damage of the newest step."""
-    with Checkpointer(root) as checkpointer:
-        state = 0
-        for _ in range(90):
-            state = {"deeper": state}
-        for step in (1, 2):
-            checkpointer.save(step, [step, state])
+    state = 0
+    for _ in range(90):
+        state = {"deeper": state}
+    for step in (1, 2):
+        checkpointer.save(step, [step, state])
 
-        def restore(depth):
-            return checkpointer.restore() if not depth else restore(depth - 1)
+    def restore(depth):
+        return checkpointer.restore() if not depth else restore(depth - 1)
 
-        restored, depths = [], range(sys.getrecursionlimit() - 50, 100, -100)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for depth in depths:
-                try:
-                    assert restore(depth)[0] == 2
-                except RecursionError:
-                    assert not restored
-                else:
-                    restored.append(depth)
-        assert depths[0] not in restored
-        assert depths[-1] in restored
+    restored, depths = [], range(sys.getrecursionlimit() - 50, 100, -100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for depth in depths:
+            try:
+                assert restore(depth)[0] == 2
+            except RecursionError:
+                assert not restored
+            else:
+                restored.append(depth)
+    assert depths[0] not in restored
+    assert depths[-1] in restored
 
 
 @pytest.mark.parametrize("what", ["link", "other name", "folder"])
@@ -998,6 +1003,9 @@ def test_missing_checksums_are_an_error(root):
         checkpointer.save(1, 1)
     with Checkpointer(root, checksum=None) as checkpointer:
         checkpointer.save(2, 2)
+        assert checkpointer.restore() == 2
+        with pytest.raises(CheckpointError, match="saved without checksums"):
+            checkpointer.verify(2)
     # The step may be right, so an older one does not replace it.
     with pytest.raises(CheckpointError, match="step-2 was saved without checksums"):
         Checkpointer(root, verify="checksum").restore()
@@ -1019,25 +1027,6 @@ def test_a_format_of_another_version_is_an_error(root):
         assert checkpointer.steps() == [4]
         path.write_text(old)
         assert checkpointer.restore(2) == 2
-
-
-def test_a_closed_checkpointer_takes_no_lock(root):
-    checkpointer = Checkpointer(root)
-    checkpointer.save(1, 1)
-    checkpointer.close()
-    for call in (checkpointer.prune, lambda: checkpointer.save(2, 2)):
-        with pytest.raises(ValueError, match="is closed"):
-            call()
-    with Checkpointer(root) as other:
-        other.save(3, 3)
-
-
-def test_a_huge_manifest_is_not_read(root):
-    with Checkpointer(root) as checkpointer:
-        path = checkpointer.save(1, 1) / "manifest.json"
-        os.truncate(path, 128 << 20)
-        with pytest.raises(CheckpointError, match="67108864 is the limit"):
-            checkpointer.restore(1)
 
 
 class TestLocks:
@@ -1082,15 +1071,6 @@ class TestLocks:
             child.stop()
             checkpointer.save(2, 2)
             assert checkpointer.steps() == [1, 2]
-
-    def test_a_second_writer_in_this_process_is_refused(self, root):
-        first, second = Checkpointer(root), Checkpointer(root)
-        first.save(1, 1)
-        with pytest.raises(BlockingIOError):
-            second.save(2, 2)
-        first.close()
-        second.save(2, 2)
-        second.close()
 
     def test_a_forked_child_does_not_keep_the_writers_lock(self, root):
         skip_sanitized("cannot follow forks of a process with threads")
@@ -1142,26 +1122,26 @@ class TestLocks:
             assert restored == [[1, 2]]
             assert checkpointer.prune() == [1]
 
-    def test_a_step_that_keeps_being_replaced_is_an_error(self, root, monkeypatch):
+    def test_a_step_that_keeps_being_replaced_is_an_error(self, checkpointer, monkeypatch):
         """As on a file system without stable inode numbers."""
-        with Checkpointer(root) as checkpointer:
-            checkpointer.save(1, 1)
-            monkeypatch.setattr(_restoring.Held, "is_there", lambda held: False)
-            with pytest.raises(CheckpointError, match="was replaced 100 times"):
-                checkpointer.restore(1)
+        checkpointer.save(1, 1)
+        monkeypatch.setattr(_restoring.Held, "is_there", lambda held: False)
+        with pytest.raises(CheckpointError, match="was replaced 100 times"):
+            checkpointer.restore(1)
 
-    def test_a_step_replaced_while_it_is_opened_is_opened_again(self, root, monkeypatch):
-        with Checkpointer(root) as checkpointer:
-            checkpointer.save(1, state_of(1))
-            opened = _restoring.ModelFile
+    def test_a_step_replaced_while_it_is_opened_is_opened_again(
+        self, checkpointer, monkeypatch
+    ):
+        checkpointer.save(1, state_of(1))
+        opened = _restoring.ModelFile
 
-            def open_late(path):
-                monkeypatch.undo()
-                checkpointer.save(1, state_of(2))
-                return opened(path)
+        def open_late(path):
+            monkeypatch.undo()
+            checkpointer.save(1, state_of(2))
+            return opened(path)
 
-            monkeypatch.setattr(_restoring, "ModelFile", open_late)
-            assert same(checkpointer.restore(1), state_of(2))
+        monkeypatch.setattr(_restoring, "ModelFile", open_late)
+        assert same(checkpointer.restore(1), state_of(2))
 
 
 def test_a_read_only_root_can_be_restored(root):
@@ -1179,21 +1159,20 @@ def test_a_read_only_root_can_be_restored(root):
     ], done.stderr
 
 
-def test_a_full_drive_is_refused_before_writing(root, monkeypatch):
+def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch):
     """The error has the needed and the free bytes, and nothing is left behind."""
-    with Checkpointer(root) as checkpointer:
-        checkpointer.save(1, state_of(1))
-        space = os.statvfs(root)
-        free = space.f_bavail * space.f_frsize
-        # Not one block was written.
-        with open(root.parent / "huge", "wb") as file:
-            file.truncate(free + (1 << 33))
-        huge = np.memmap(root.parent / "huge", np.uint8, "r")
-        with pytest.raises(OSError, match=r"are needed, and \d+ are free") as caught:
-            checkpointer.save(2, {"x": huge})
-        assert caught.value.errno == errno.ENOSPC
-        assert caught.value.filename == str(root / "step-2")
-        assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
+    checkpointer.save(1, state_of(1))
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    # Not one block was written.
+    with open(root.parent / "huge", "wb") as file:
+        file.truncate(free + (1 << 33))
+    huge = np.memmap(root.parent / "huge", np.uint8, "r")
+    with pytest.raises(OSError, match=r"are needed, and \d+ are free") as caught:
+        checkpointer.save(2, {"x": huge})
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(root / "step-2")
+    assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
 
 
 @pytest.mark.parametrize("how", ["save", "staged"])
@@ -1229,7 +1208,7 @@ CALLS = (
 
 @pytest.mark.parametrize("how", ["save", "staged"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("when", [1, 2, 3, 5])
+@pytest.mark.parametrize("when", [1, 2, 4])
 def test_a_step_is_complete_or_absent_after_any_failed_call(root, call, when, how):
     """The step is complete, or nothing of it is there."""
     with Checkpointer(root) as checkpointer:
@@ -1255,7 +1234,7 @@ def test_a_step_is_complete_or_absent_after_any_failed_call(root, call, when, ho
     assert names == {"step-1"} | ({"step-2"} if found["seed"] == 2 else set())
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_a_killed_process_leaves_only_complete_steps(root, delay):
     child = Child("save_until_killed", root=str(root))
     child.ready()

@@ -9,7 +9,7 @@ import stat
 import numpy as np
 import pytest
 
-from commands import nvmeio
+from commands import call_nvmeio, nvmeio, nvmeio_in_terminal
 from nvmeio.checkpoint import Checkpointer
 
 
@@ -29,7 +29,7 @@ def damage(root, step, at=4500):
 
 
 def test_steps_are_listed_with_their_sizes_and_age(root):
-    found = nvmeio("checkpoints", root)
+    found = call_nvmeio("checkpoints", root)
     assert found.status == 0, found.err
     lines = found.out.splitlines()
     assert lines[0].split() == ["step", "size", "age", "checksums"]
@@ -63,7 +63,7 @@ def test_ages_do_not_depend_on_the_time_zone(root, monkeypatch, ago, age):
 def test_a_damaged_step_is_listed_with_its_file(root):
     os.truncate(root / "step-10" / "tree.json", 10)
     (root / ".step-11.host-1-2-00000000.nvmeio-tmp").mkdir()
-    found = nvmeio("checkpoints", root)
+    found = call_nvmeio("checkpoints", root)
     assert found.status == 1
     assert f"{root}/step-10/tree.json has 10 bytes" in found.out
     assert found.out.splitlines()[-1] == (
@@ -76,7 +76,7 @@ def test_json_has_exact_values(root):
     os.unlink(root / "step-10" / "tree.json")
     os.unlink(root / "step-100" / "manifest.json")
     os.mknod(root / "step-100" / "manifest.json", stat.S_IFSOCK | 0o600)
-    found = json.loads(nvmeio("checkpoints", root, "--json").out)
+    found = json.loads(call_nvmeio("checkpoints", root, "--json").out)
     steps = {each["step"]: each for each in found["steps"]}
     assert list(steps) == [2, 10, 100]
     folder = root / "step-2"
@@ -90,7 +90,7 @@ def test_json_has_exact_values(root):
 
 
 def test_the_folder_of_a_step_is_no_root(root):
-    found = nvmeio("checkpoints", root / "step-10")
+    found = call_nvmeio("checkpoints", root / "step-10")
     assert (found.status, found.out) == (1, "")
     assert "it is the folder of step 10; its ROOT is the folder above" in found.err
 
@@ -98,33 +98,55 @@ def test_the_folder_of_a_step_is_no_root(root):
 @pytest.mark.parametrize("kind", ["empty", "missing"])
 def test_a_folder_without_checkpoints(tmp_path, kind):
     path = tmp_path if kind == "empty" else tmp_path / "no"
-    found = nvmeio("checkpoints", path)
+    found = call_nvmeio("checkpoints", path)
     assert found.status == 1
     assert ("0 steps, 0 complete" in found.out) == (kind == "empty")
     assert ("there is no such folder" in found.err) == (kind == "missing")
 
 
 def test_verify_reads_all_of_each_step(root):
-    found = nvmeio("verify", root)
-    assert found.status == 0, found.err
+    found = call_nvmeio("verify", root)
+    assert (found.status, found.err) == (0, "")
     fine = [f"{root}/step-{step}: OK" for step in (2, 10, 100)]
-    assert (found.out, found.err.splitlines()) == ("", [*fine, "3 checkpoints, 0 bad"])
+    assert found.out.splitlines() == [*fine, "3 checkpoints, 0 bad"]
     damage(root, 10)
-    found = nvmeio("verify", root)
+    found = call_nvmeio("verify", root)
     assert found.status == 1
-    lines = found.err.splitlines()
-    assert [line for line in lines if line.endswith("OK")] == [fine[0], fine[2]]
-    assert f"{root}/step-10/tensors.safetensors is damaged: bytes 0 to" in found.err
-    assert lines[-1] == "3 checkpoints, 1 bad"
+    assert found.out.splitlines() == [fine[0], fine[2], "3 checkpoints, 1 bad"]
+    assert found.err.startswith(
+        f"nvmeio verify: error: {root}/step-10/tensors.safetensors is damaged: bytes 0 to"
+    )
+    assert found.err.count("\n") == 1
     for step in (10, 100):
-        found = nvmeio("verify", root / f"step-{step}")
+        found = call_nvmeio("verify", root / f"step-{step}")
         assert found.status == (step == 10)
-        assert found.err.splitlines()[-1] == f"1 checkpoint, {int(step == 10)} bad"
+        assert found.out.splitlines()[-1] == f"1 checkpoint, {int(step == 10)} bad"
     # The list checks only sizes.
-    assert nvmeio("checkpoints", root).status == 0
+    assert call_nvmeio("checkpoints", root).status == 0
 
 
-def test_verify_of_a_folder_without_checkpoints(tmp_path):
-    found = nvmeio("verify", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "there are no checkpoints of nvmeio.checkpoint; it has dcp, file, run"),
+        ("missing", "there are no checkpoints of nvmeio.checkpoint; there is no such fol"),
+        ("file", "Not a directory"),
+        ("dcp", "it has a checkpoint of torch.distributed.checkpoint, which nvmeio."),
+        ("run/step-7", "step-7"),
+    ],
+)
+def test_verify_goes_on_after_a_folder_without_checkpoints(root, name, words):
+    (root.parent / "file").touch()
+    (root.parent / "dcp").mkdir()
+    (root.parent / "dcp" / ".metadata").touch()
+    found = nvmeio("verify", name, root, cwd=root.parent)
     assert found.status == 1
-    assert "it is a folder without steps of nvmeio.checkpoint; it is empty" in found.err
+    assert found.err.startswith("nvmeio verify: error: ")
+    assert words in found.err
+    assert found.out.splitlines()[-2].endswith("/step-100: OK")
+    assert found.out.splitlines()[-1].endswith(" checkpoints, 1 bad")
+
+
+def test_verify_shows_progress_in_a_terminal(root):
+    found = nvmeio_in_terminal("verify", root / "step-2", until="step-2: .*%", typed=b"")
+    assert (found.status, found.out.splitlines()[-1]) == (0, "1 checkpoint, 0 bad")

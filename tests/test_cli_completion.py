@@ -52,13 +52,12 @@ def offered(script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("nvmeio", "c"), ["checkpoints", "completion", "cp"]),
-        (("nvmeio", "cp", "--no"), ["--no-clobber"]),
+        (("nvmeio", "c"), ["checkpoints", "completion"]),
+        (("nvmeio", "tune", "--no"), ["--no-save"]),
         (("nvmeio", "bench", "--engine", "li"), ["libaio"]),
         (("nvmeio", "inspect", "mod"), ["model.safetensors"]),
-        (("nvmeio", "cp", "model.safetensors", "r"), ["run"]),
-        (("nvmeio", "verify", "model.safetensors", "mod"), ["model.safetensors"]),
-        (("nvmeio", "verify", "--check", "mod"), ["model.safetensors"]),
+        (("nvmeio", "verify", "r"), ["run"]),
+        (("nvmeio", "verify", "run", "mod"), []),
         (("nvmeio", "tune", "r"), ["run"]),
         (("nvmeio", "tune", "mod"), []),
         (("nvmeio", "bench", "--json", "mod"), ["model.safetensors"]),

@@ -3,7 +3,7 @@
 import pytest
 
 from nvmeio._arguments.units import in_binary
-from nvmeio._cli.terminal import in_speed, in_time, sizes, spread
+from nvmeio._cli.terminal import in_time, sizes, spread
 
 
 @pytest.mark.parametrize(
@@ -24,25 +24,6 @@ from nvmeio._cli.terminal import in_speed, in_time, sizes, spread
 )
 def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
     assert in_binary(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "seconds", "text"),
-    [
-        (0, 1.0, "under 0.01 MB/s"),
-        (9999, 1.0, "under 0.01 MB/s"),
-        (5_000, 0.5, "0.01 MB/s"),
-        (994_000, 1.0, "0.99 MB/s"),
-        (999_600, 1.0, "1 MB/s"),
-        (25_310_000, 1.0, "25.3 MB/s"),
-        (999_600_000, 1.0, "1.00 GB/s"),
-        (3_912_345_678, 1.0, "3.91 GB/s"),
-        # The clock may not have moved.
-        (4, 0.0, "4.00 GB/s"),
-    ],
-)
-def test_speeds_have_a_unit_that_shows_them(nbytes, seconds, text):
-    assert in_speed(nbytes, seconds) == text
 
 
 @pytest.mark.parametrize(

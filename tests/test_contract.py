@@ -242,7 +242,11 @@ def test_a_boolean_is_no_descriptor(handle, number):
         ((b"", "a", False), {}, "lacks the argument 'async'"),
         ((b"", "a", False, False, 0, 0), {}, "takes at most 5 arguments, not 6"),
         ((b"", "a", False, False), {"buffer": b""}, "got 'buffer' twice"),
-        ((b"", "a", False, False), {"offset": 3}, "has no argument 'offset'"),
+        (
+            (b"", "a", False, False),
+            {"offset": 3},
+            "got an unexpected keyword argument 'offset'",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["pread", "pwrite"])
@@ -251,14 +255,6 @@ def test_pread_and_pwrite_check_their_arguments_as_python_does(
 ):
     with pytest.raises(TypeError, match=rf"{name}\(\) {words}"):
         getattr(handle, name)(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "name", ["read", "write", "sync_pread", "sync_pwrite", "async_pread"]
-)
-def test_a_missing_file_is_named(handle, name):
-    with pytest.raises(TypeError, match="the argument 'filename' is missing"):
-        getattr(handle, name)(bytearray(8))
 
 
 @pytest.mark.parametrize("keyword", ["example_tensor", "example_tenosr"])

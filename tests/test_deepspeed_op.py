@@ -255,6 +255,11 @@ class TestPinHandle:
         assert handle.free_cpu_locked_tensor_by_ptr(tensor.data_ptr()) is True
 
 
+def test_a_name_that_is_missing_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'nvmeio\.deepspeed' has no attribute 'x'"):
+        nvmeio.deepspeed.x  # noqa: B018
+
+
 def test_importing_the_op_loads_neither_torch_nor_deepspeed():
     code = (
         "import sys, nvmeio.deepspeed; "

@@ -37,24 +37,16 @@ def round_trip(folder, *faults, engine, **options):
 
 # Faults that each engine must survive: the call, the errno, and when in each thread.
 PASSING = [
-    *(
-        ("io_uring", [f"io_uring_enter:error={name}:when={when}"])
-        for name in ("EINTR", "EAGAIN", "EBUSY", "ENOMEM")
-        for when in ("2+3", "1..20")
-    ),
-    ("io_uring", ["io_uring_enter:error=EIO:when=2"]),
+    ("io_uring", ["io_uring_enter:error=EINTR:when=2+3"]),
+    ("io_uring", ["io_uring_enter:error=EAGAIN:when=1..20"]),
+    ("io_uring", ["io_uring_enter:error=EBUSY:when=2+3"]),
+    ("io_uring", ["io_uring_enter:error=ENOMEM:when=1..20"]),
     ("io_uring", ["io_uring_enter:error=EIO:when=3+5"]),
-    *(
-        ("libaio", [f"{call}:error={name}:when=1+2"])
-        for call in ("io_submit", "io_getevents")
-        for name in ("EINTR", "EAGAIN", "ENOMEM")
-    ),
+    ("libaio", ["io_submit:error=EAGAIN:when=1+2"]),
+    ("libaio", ["io_getevents:error=EINTR:when=1+2"]),
     ("libaio", ["io_getevents:error=EIO:when=1+2"]),
-    *(
-        (engine, [f"pread64:error={name}:when=1+2", f"pwrite64:error={name}:when=1+2"])
-        for engine in ("threads", "sync")
-        for name in ("EINTR", "EAGAIN", "EBUSY")
-    ),
+    ("threads", ["pread64:error=EINTR:when=1+2", "pwrite64:error=EAGAIN:when=1+2"]),
+    ("sync", ["pread64:error=EAGAIN:when=1+2", "pwrite64:error=EINTR:when=1+2"]),
 ]
 
 
@@ -67,64 +59,10 @@ def test_passing_faults_are_retried(tmp_path, engine, faults):
     assert report["pending"] == 0
 
 
-@pytest.mark.parametrize("engine", ["io_uring"])
-@pytest.mark.parametrize("single_submit", [False, True])
-def test_both_ways_of_submitting_retry_faults(tmp_path, engine, single_submit):
-    fault = "io_uring_enter:error=EAGAIN:when=2+2"
-    report = round_trip(tmp_path, fault, engine=engine, single_submit=single_submit)
-    assert report["steps"] == ALL_WELL
-    assert report["retries"] > 0
-
-
 @pytest.mark.parametrize("engine", ["libaio"])
 def test_an_interrupted_sleep_is_repeated(tmp_path, engine):
     report = round_trip(tmp_path, "ppoll:error=EINTR:when=1+2", engine=engine)
     assert report["steps"] == ALL_WELL
-
-
-@pytest.mark.parametrize("engine", ["threads", "sync"])
-@pytest.mark.parametrize("name", ["EIO", "ENOMEM"])
-def test_an_unreadable_block_fails_only_its_request(tmp_path, engine, name):
-    fault = f"pread64:error={name}:when=3"
-    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
-    failed = [step for step, ended in report["steps"].items() if ended != "ok"]
-    assert failed
-    assert {report["steps"][step] for step in failed} == {name}
-    assert report["steps"]["write"] == report["steps"]["again"] == "ok"
-
-
-@pytest.mark.parametrize("engine", ["libaio"])
-@pytest.mark.parametrize("name", ["EIO", "EACCES"])
-def test_a_refused_block_fails_only_its_request(tmp_path, engine, name):
-    report = round_trip(tmp_path, f"io_submit:error={name}:when=3", engine=engine)
-    failed = [step for step, ended in report["steps"].items() if ended != "ok"]
-    assert failed
-    assert {report["steps"][step] for step in failed} == {name}
-    assert report["steps"]["again"] == "ok"
-
-
-@pytest.mark.parametrize("engine", ["threads", "sync"])
-@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EDQUOT"])
-def test_a_failed_write_leaves_no_more_than_was_written(tmp_path, engine, name):
-    fault = f"pwrite64:error={name}:when=4+"
-    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
-    assert report["steps"] == {**ALL_WELL, "write": name}
-    assert report["size_left"] == 3 * BLOCKS["block_size"]
-
-
-@pytest.mark.parametrize("engine", ["threads", "sync"])
-def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path, engine):
-    # One worker, so that no thread's first call is the second one of a block.
-    fault = "pread64:error=EINVAL:when=1"
-    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
-    assert report["steps"] == ALL_WELL
-    assert report["bytes_buffered"] > 0
-
-
-@pytest.mark.parametrize("engine", ["threads", "sync"])
-def test_a_failed_fsync_is_an_error(tmp_path, engine):
-    report = round_trip(tmp_path, "fsync:error=EIO", engine=engine)
-    assert report["steps"] == {**ALL_WELL, "fsync": "EIO"}
 
 
 def test_a_failed_truncation_is_an_error(tmp_path):
@@ -136,12 +74,6 @@ def test_an_interrupted_truncation_is_repeated(tmp_path):
     fault = "ftruncate:error=EINTR:when=1..2"
     done = run_with_faults("whole_files", fault, folder=str(tmp_path))
     assert done.report == {"aio_write": "ok", "size_left": 300_000}
-
-
-def test_without_alignment_from_statx_whole_pages_are_used(tmp_path):
-    path = str(tmp_path / "file")
-    done = run_with_faults("describe_file", "statx:error=ENOSYS", path=path)
-    assert done.report == {"direct": True, "alignment": 4096}
 
 
 @pytest.mark.parametrize("when", ["1..3", "2"])
@@ -193,13 +125,6 @@ def test_if_both_are_refused_threads_are_used():
     assert "libaio" in report["log"][0]
 
 
-def test_a_fallback_moves_the_right_bytes(tmp_path):
-    faults = ("io_uring_setup:error=EPERM", "io_setup:error=EPERM")
-    report = round_trip(tmp_path, *faults, engine="auto", early=False)
-    assert report["engine"] == "threads"
-    assert report["steps"] == ALL_WELL
-
-
 @pytest.mark.parametrize(
     ("engine", "fault", "name"),
     [
@@ -222,16 +147,6 @@ def test_a_ring_without_enough_memory_is_made_smaller(tmp_path, engine):
     assert report["steps"] == ALL_WELL
 
 
-@pytest.mark.parametrize("engine", ["auto", *ENGINES])
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [("clone3:error=EAGAIN", "EAGAIN"), ("eventfd2:error=EMFILE", "EMFILE")],
-)
-def test_a_handle_that_cannot_be_opened_says_why(engine, fault, name):
-    report = run_with_faults("open_handle", fault, engine=engine).report
-    assert report["handle"].startswith(f"{name}: ")
-
-
 def test_one_worker_is_enough_if_others_cannot_start(tmp_path):
     fault = "clone3:error=EAGAIN:when=2+"
     report = round_trip(tmp_path, fault, engine="threads", early=False)
@@ -239,7 +154,7 @@ def test_one_worker_is_enough_if_others_cannot_start(tmp_path):
     assert report["steps"] == ALL_WELL
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_without_memory_for_bounces_requests_fail_or_are_right(tmp_path, engine):
     skip_under_asan("ends the process when mmap fails")
     report = round_trip(tmp_path, "mmap:error=ENOMEM", engine=engine, bounce="always")
@@ -252,7 +167,7 @@ def test_without_memory_for_bounces_requests_fail_or_are_right(tmp_path, engine)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["io_uring"])
-@pytest.mark.parametrize("name", ["EIO", "EBUSY"])
+@pytest.mark.parametrize("name", ["EIO"])
 def test_a_dead_ring_fails_its_requests_and_keeps_their_memory(tmp_path, engine, name):
     fault = f"io_uring_enter:error={name}"
     done = run_with_faults("dead_ring", fault, folder=str(tmp_path), engine=engine)

@@ -36,11 +36,8 @@ def test_a_handle_is_pickled_to_the_workers_of_a_pool(tmp_path, engine, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_of_a_data_loader_use_a_handle(tmp_path, method, persistent):
+def test_workers_of_a_data_loader_use_a_handle(tmp_path, method):
     pytest.importorskip("torch")
-    report = run_child(
-        "data_loader", folder=str(tmp_path), method=method, persistent=persistent
-    ).report
+    report = run_child("data_loader", folder=str(tmp_path), method=method).report
     assert report["records"] > 0

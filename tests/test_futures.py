@@ -55,6 +55,12 @@ def slow_handle(open_handle):
     return open_handle(**SLOW)
 
 
+async def leave(handle):
+    """Enter and leave the block of a handle."""
+    async with handle:
+        pass
+
+
 def eventfds():
     """Return the descriptors of this process that are eventfds."""
     found = set()
@@ -111,17 +117,6 @@ class TestAwait:
             assert threading.active_count() <= before[1]
             assert got == [PAGE] * 2000
             for index, (_, guarded) in enumerate(reads):
-                check(guarded, index)
-
-        run(main())
-
-    def test_requests_are_awaited_one_after_the_other(self, handle, pages, run):
-        start, check = pages
-
-        async def main():
-            for index in range(100):
-                request, guarded = start(handle, index)
-                assert await request == PAGE
                 check(guarded, index)
 
         run(main())
@@ -365,45 +360,6 @@ class TestAsCoroutine:
         assert request.wait() == PAGE
         check(guarded, 1)
 
-    def test_a_cancelled_task_of_a_group_leaves_the_others_alone(
-        self, slow_handle, path, pages, run
-    ):
-        start, check = pages
-
-        async def main():
-            async with group() as tasks:
-                with plugged(slow_handle, path.parent):
-                    dropped, _ = start(slow_handle, 1)
-                    kept, guarded = start(slow_handle, 2)
-                    first = tasks.create_task(dropped.as_coroutine())
-                    second = tasks.create_task(kept.as_coroutine())
-                    await asyncio.sleep(0)
-                    assert dropped.cancel()
-            assert first.cancelled()
-            assert second.result() == PAGE
-            check(guarded, 2)
-
-        run(main())
-
-    def test_a_failed_group_ends_after_its_transfers(self, slow_handle, path, pages, run):
-        start, _ = pages
-
-        async def fail(requests):
-            async with group() as tasks:
-                for request in requests:
-                    tasks.create_task(request.as_coroutine())
-                await asyncio.sleep(0)
-                raise OSError("one failed")
-
-        async def main():
-            with plugged(slow_handle, path.parent):
-                requests = [start(slow_handle, index)[0] for index in range(3)]
-                with pytest.raises(Exception, match=r"one failed|unhandled errors"):
-                    await fail(requests)
-                assert all("failed: " in repr(request) for request in requests)
-
-        run(main())
-
 
 class TestAsyncWith:
     """async with Handle()."""
@@ -435,14 +391,10 @@ class TestAsyncWith:
         # A completion wakes it, not a timeout.
         monkeypatch.setattr("nvmeio._events.event_loop.SLICE_S", 1000)
 
-        async def leave():
-            async with slow_handle:
-                pass
-
         async def main():
             with plugged(slow_handle, path.parent) as plugs:
                 before = threading.active_count()
-                task = asyncio.create_task(leave())
+                task = asyncio.create_task(leave(slow_handle))
                 for _ in range(5):
                     await asyncio.sleep(0)
                 assert threading.active_count() <= before
@@ -479,39 +431,11 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_repeated_cancels_do_not_end_the_wait_early(self, open_handle, path, run):
-        async def leave(handle):
-            async with handle:
-                pass
-
-        async def main():
-            own = eventfds()
-            handle = open_handle(**SLOW)
-            with plugged(handle, path.parent):
-                task = asyncio.create_task(leave(handle))
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                    task.cancel()
-                await asyncio.sleep(0.01)
-                assert not task.done()
-                assert handle.pending
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert (handle.closed, handle.pending) == (True, 0)
-            # The workers have stopped, and the loop no longer watches their eventfd.
-            assert eventfds() <= own
-
-        run(main())
-
     def test_another_thread_may_close_the_handle_meanwhile(self, slow_handle, path, run):
-        async def leave():
-            async with slow_handle:
-                pass
-
         async def main():
             with ThreadPoolExecutor(1) as thread:
                 with plugged(slow_handle, path.parent):
-                    task = asyncio.create_task(leave())
+                    task = asyncio.create_task(leave(slow_handle))
                     await asyncio.sleep(0)
                     closing = thread.submit(slow_handle.close)
                 await task
@@ -524,15 +448,11 @@ class TestAsyncWith:
         def refuse(*_):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-        async def leave():
-            async with slow_handle:
-                pass
-
         async def main():
             with plugged(slow_handle, path.parent) as plugs:
                 with monkeypatch.context() as patched:
                     patched.setattr(os, "eventfd", refuse)
-                    task = asyncio.create_task(leave())
+                    task = asyncio.create_task(leave(slow_handle))
                     await asyncio.sleep(0.01)
                 assert not task.done()
                 assert slow_handle.pending
@@ -570,29 +490,6 @@ class TestAsyncWith:
         run_in(loop, asyncio.sleep(0))
 
 
-class Group:
-    """The parts of `asyncio.TaskGroup` (Python 3.11) that these tests need."""
-
-    async def __aenter__(self):
-        self.tasks = []
-        return self
-
-    def create_task(self, coroutine):
-        self.tasks.append(asyncio.create_task(coroutine))
-        return self.tasks[-1]
-
-    async def __aexit__(self, kind, error, traceback):
-        for task in self.tasks:
-            if error is not None:
-                task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-def group():
-    """Return asyncio's own TaskGroup if Python has it."""
-    return getattr(asyncio, "TaskGroup", Group)()
-
-
 class TestDescriptors:
     """There is one eventfd for each handle and loop, and none afterwards."""
 
@@ -626,20 +523,6 @@ class TestDescriptors:
 
         run(main())
         assert eventfds() <= before
-
-    def test_the_loop_may_close_first(self, handle, pages, run):
-        start, check = pages
-        before = eventfds()
-
-        async def main():
-            return await start(handle, 0)[0]
-
-        for _ in range(3):
-            assert run(main()) == PAGE
-            assert eventfds() - before == set()
-        request, guarded = start(handle, 1)
-        assert request.wait() == PAGE
-        check(guarded, 1)
 
     @pytest.mark.all_combinations
     @pytest.mark.parametrize("thread", ["own", "other"])
@@ -777,12 +660,6 @@ class TestAsCompleted:
     def test_as_completed_of_nothing_yields_nothing(self, engine, collected):
         assert collected([]) == []
 
-    def test_completions_are_iterated_once(self, handle, pages, run):
-        start, _ = pages
-        completions = nvmeio.as_completed([start(handle, 0)[0]])
-        assert len(list(completions)) == 1
-        assert list(completions) == []
-
     def test_next_takes_one_completion_at_a_time(self, handle, pages, run):
         start, _ = pages
         reads = {start(handle, index)[0] for index in range(3)}
@@ -805,17 +682,22 @@ class TestAsCompleted:
     def test_a_cancelled_iteration_can_be_repeated(self, slow_handle, path, pages, run):
         start, _ = pages
 
-        async def main():
-            with plugged(slow_handle, path.parent):
-                reads = {start(slow_handle, index)[0] for index in range(3)}
-                completions = nvmeio.as_completed(reads)
-                for _ in range(2):
-                    with pytest.raises(asyncio.TimeoutError):
-                        await asyncio.wait_for(anext(completions), 0.01)
-                assert not any(request.done() for request in reads)
-            return reads, [request async for request in completions]
+        async def cancelled():
+            for _ in range(2):
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(anext(completions), 0.01)
 
-        reads, found = run(main())
+        async def rest():
+            return [request async for request in completions]
+
+        with plugged(slow_handle, path.parent):
+            reads = {start(slow_handle, index)[0] for index in range(3)}
+            completions = nvmeio.as_completed(reads)
+            # Each in an event loop of its own.
+            for _ in range(2):
+                run(cancelled())
+            assert not any(request.done() for request in reads)
+        found = run(rest())
         assert (set(found), len(found)) == (reads, 3)
 
     def test_a_thread_and_a_loop_may_iterate_in_turns(self, open_handle, pages, run):
@@ -866,6 +748,11 @@ class TestAsCompleted:
                 function([request], -1)
             with pytest.raises(TypeError, match="timeout is True"):
                 function([request], True)
+        for wait in (request.wait, request.result, request.exception):
+            with pytest.raises(TypeError, match="timeout is '1'; it must be seconds, or"):
+                wait("1")
+        with pytest.raises(ValueError, match="return_when is 'ANY'; it must be one"):
+            nvmeio.wait([], return_when="ANY")
         assert request.wait() == PAGE
 
 
@@ -912,12 +799,6 @@ class TestWait:
         assert slow_handle.pending == 0
         gc.collect()
         assert ["never looked at" in str(warning.message) for warning in recwarn] == [True]
-
-    def test_an_unknown_return_when_is_refused(self, handle):
-        with pytest.raises(
-            ValueError, match="return_when is 'ANY'; it must be one of ALL_"
-        ):
-            nvmeio.wait([], return_when="ANY")
 
     def test_a_request_finished_by_another_thread_wakes_wait(
         self, slow_handle, path, pages

@@ -8,9 +8,7 @@ import os
 import pickle
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,10 +27,8 @@ from helpers import (
     routes,
     warm_pages,
 )
-from mounts import SLOW_PLACES
-from nvmeio._native.new_bytes import NewBytes
-from nvmeio._native.page_cache import cached_fraction
-from workloads.common import Faults, make_file
+from nvmeio._native.gather import NewBytes
+from nvmeio._native.system_calls import cached_fraction
 
 SIZE = (1 << 20) + 777
 CONTENT = np.random.default_rng(4).integers(0, 256, SIZE, np.uint8)
@@ -144,14 +140,6 @@ def test_no_records_are_no_io(handle, data):
     assert handle.stats()["blocks"] == 0
 
 
-def test_neighbours_are_merged_and_repeated_records_read_once(handle, data):
-    rows = np.repeat(np.arange(63, -1, -1), 2)
-    out = np.empty((128, 64), np.uint8)
-    handle.gather(data, rows * 64, 64, out)
-    assert np.array_equal(out, CONTENT[: 64 * 64].reshape(64, 64)[rows])
-    assert handle.stats()["blocks"] == 1
-
-
 @pytest.mark.parametrize(("size", "blocks"), [(2048, 1), (4096, 8)])
 def test_larger_records_are_not_merged_across_gaps(open_handle, data, size, blocks):
     """From 16 KiB on, because copying the gap costs more than another I/O."""
@@ -168,20 +156,6 @@ def test_max_gap_limits_the_bytes_read_and_discarded(handle, data, max_gap, bloc
     handle.gather(data, np.arange(16) * 16384, 64, out, max_gap=max_gap)
     assert np.array_equal(out, taken(np.arange(16) * 16384, [64] * 16).reshape(16, 64))
     assert handle.stats()["blocks"] == blocks
-
-
-def test_aligned_records_go_straight_to_aligned_memory(open_handle, data, alignment):
-    handle = open_handle()
-    rows = np.random.default_rng(1).permutation(256)[:100] * 4096
-    out = nvmeio.empty((100, 4096), np.uint8)
-    handle.gather(data, rows, 4096, out, max_gap=0)
-    assert np.array_equal(out.ravel(), taken(rows, [4096] * 100))
-    stats = handle.stats()
-    # Records that touch in the file but not in memory are read together and copied.
-    assert stats["bytes_direct" if alignment > 1 else "bytes_buffered"] > 0
-    assert (
-        stats["bytes_direct"] + stats["bytes_buffered"] + stats["bytes_bounced"] == 409600
-    )
 
 
 def cached_pages(path):
@@ -215,39 +189,6 @@ class TestPageCache:
         handle.gather(on_disk, offsets, sizes, memory.array, max_gap=max_gap)
         assert memory.content() == taken(offsets, sizes).tobytes()
         assert cached_pages(on_disk) <= pages
-
-    def test_cached_records_come_from_the_cache_and_others_from_the_device(
-        self, open_handle, on_disk
-    ):
-        handle, rows = open_handle(), np.arange(198, -1, -2)
-        out = nvmeio.empty((100, PAGE), np.uint8)
-        # At any moment another process may read, or the kernel drop, a page.
-        found = []
-        for _ in range(5):
-            warm_pages(on_disk, range(0, 200, 4))
-            before = routes(handle)
-            handle.gather(on_disk, rows * PAGE, PAGE, out, max_gap=0)
-            found.append((routes(handle) - before)["buffered"])
-            assert np.array_equal(out, CONTENT[: 200 * PAGE].reshape(200, PAGE)[rows])
-        assert 50 * PAGE in found
-
-    def test_cached_records_are_not_read_from_the_device(self, open_handle, on_disk):
-        def delivered():
-            lines = Path("/proc/self/io").read_text().splitlines()
-            return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-        handle, found = open_handle(), []
-        out = np.empty((256, 1000), np.uint8)
-        for _ in range(5):
-            warm_pages(on_disk, range(-(-SIZE // PAGE)))
-            before = delivered()
-            handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
-            found.append(delivered() - before)
-        assert 0 in found
-        drop(on_disk)
-        before = delivered()
-        handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
-        assert delivered() - before >= 256 * 1001 - PAGE
 
     @pytest.mark.parametrize(
         ("begin", "cached", "blocks"), [(100, False, 1), (100, True, 2), (PAGE, False, 2)]
@@ -428,8 +369,8 @@ class TestNewBytes:
             ("twice", ValueError, "record 1 .* shares its place"),
             ("beyond", IndexError, "out of bounds"),
             ("fewer", ValueError, "1 offsets and 2 out_offsets"),
-            ("read", TypeError, "not nvmeio._native.new_bytes.NewBytes"),
-            ("scatter", TypeError, "not nvmeio._native.new_bytes.NewBytes"),
+            ("read", TypeError, "not nvmeio._native.gather.NewBytes"),
+            ("scatter", TypeError, "not nvmeio._native.gather.NewBytes"),
         ],
     )
     def test_other_memory_is_never_reached(self, handle, data, call, error, words):
@@ -634,33 +575,6 @@ class TestFailures:
         again = pickle.loads(pickle.dumps(error))
         assert (again.failures, str(again)) == (error.failures, str(error))
 
-    def test_records_read_together_with_a_failed_one_complete(self, open_handle, failing):
-        handle = open_handle(direct=False)
-        faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
-        os.setxattr(failing, "user.faults", json.dumps(faults).encode())
-        os.posix_fadvise(fd := os.open(failing, os.O_RDONLY), 0, 0, os.POSIX_FADV_RANDOM)
-        os.close(fd)
-        pages = np.array([101, 99, 100, 102])
-        out = np.full((4, 64), 7, np.uint8)
-        with pytest.raises(nvmeio.GatherError) as caught:
-            handle.gather(failing, pages * PAGE, 64, out)
-        assert caught.value.failures == ((2, errno.EIO),)
-        for i in (0, 1, 3):
-            begin = pages[i] * PAGE
-            assert np.array_equal(out[i], CONTENT[begin : begin + 64])
-
-    def test_a_failed_record_of_a_scatter_is_named(self, open_handle, failing):
-        handle = open_handle(direct=False)
-        faults = {"write": {"error": errno.ENOSPC, "at": 100 * PAGE}}
-        os.setxattr(failing, "user.faults", json.dumps(faults).encode())
-        source = np.arange(192, dtype=np.uint8)
-        with pytest.raises(nvmeio.GatherError) as caught:
-            handle.scatter(failing, [0, 100 * PAGE, 200 * PAGE], 64, source)
-        assert caught.value.failures == ((1, errno.ENOSPC),)
-        written = failing.read_bytes()
-        assert written[:64] == source[:64].tobytes()
-        assert written[200 * PAGE : 200 * PAGE + 64] == source[128:].tobytes()
-
 
 def test_truncating_the_file_meanwhile_fails_the_records_after_its_end(open_handle, data):
     handle = open_handle(**SLOW)
@@ -695,38 +609,6 @@ def test_the_result_is_the_requested_memory(handle, data):
     assert "gather of 1 records" in repr(request)
 
 
-def reads_in_flight(device, faults):
-    """Return how many reads are in flight at the device, or held by FUSE."""
-    counts = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")
-    if counts.exists():
-        return int(counts.read_text().split()[0])
-    return faults.waiting()
-
-
-@pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES[:-1], indirect=["slow"])
-def test_the_queue_stays_full_while_records_are_left(slow, open_handle):
-    path = Path(slow["folder"]) / "file"
-    expected = make_file(path, 20 * 16384)
-    drop(path)
-    handle, out = open_handle(block_size=4096, queue_depth=6), np.empty(20 * 4096, np.uint8)
-    faults, device = Faults(slow["control"]), path.stat().st_dev
-    offsets = np.arange(20)[::-1] * 16384
-    # Opening a file on FUSE already reads from it.
-    with nvmeio.File(path) as file:
-        faults.set(read={"held": True})
-        request = handle.submit_gather(file, offsets, 4096, out, max_gap=0)
-    try:
-        end = time.monotonic() + 20
-        while reads_in_flight(device, faults) < 6 and time.monotonic() < end:
-            time.sleep(0.01)
-        time.sleep(0.05)
-        assert reads_in_flight(device, faults) == 6
-    finally:
-        faults.set()
-    assert request.wait() == out.nbytes
-    assert out.tobytes() == b"".join(expected[at : at + 4096] for at in offsets)
-
-
 def test_threads_gather_side_by_side_on_one_handle(open_handle, data):
     handle = open_handle()
     start = threading.Barrier(8)
@@ -742,23 +624,6 @@ def test_threads_gather_side_by_side_on_one_handle(open_handle, data):
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(gather, range(8)))
     assert handle.stats()["requests"] == 160
-
-
-def test_gathers_and_transfers_share_a_handle(open_handle, data):
-    handle = open_handle(block_size=4096, queue_depth=4, workers=2)
-    outs = [np.empty((50, 300), np.uint8) for _ in range(6)]
-    wholes = [np.empty(SIZE, np.uint8) for _ in range(3)]
-    offsets = np.random.default_rng(2).integers(0, SIZE - 300, (6, 50))
-    requests = []
-    for i, out in enumerate(outs):
-        requests.append(handle.submit_gather(data, offsets[i], 300, out))
-        if i % 2:
-            requests.append(handle.submit_read(wholes[i // 2], data))
-    for request in requests:
-        request.wait()
-    for i, out in enumerate(outs):
-        assert np.array_equal(out, CONTENT[offsets[i][:, None] + np.arange(300)])
-    assert all(np.array_equal(whole, CONTENT) for whole in wholes)
 
 
 def test_records_may_exceed_a_block_and_the_queue(handle, data):

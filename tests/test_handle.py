@@ -3,6 +3,7 @@
 import copy
 import errno
 import inspect
+import json
 import pickle
 import re
 import resource
@@ -139,23 +140,22 @@ def test_help_names_the_sources_of_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "keyword"),
     [
-        (lambda handle: nvmeio.Handle(depth=3), "'depth'"),
-        (
-            lambda handle: nvmeio.Handle(queuedepth=3),
-            "'queuedepth'; did you mean 'queue_depth'?",
-        ),
-        (
-            lambda handle: handle.read(bytearray(1), "x", ofset=1),
-            "'ofset'; did you mean 'offset'?",
-        ),
-        (lambda handle: handle.drain(timeout_s=1), "'timeout_s'; did you mean 'timeout'?"),
+        (lambda handle: nvmeio.Handle(depth=3), "depth"),
+        (lambda handle: handle.read(bytearray(1), "x", ofset=1), "ofset"),
+        (lambda handle: nvmeio.File("x", dirct=True), "dirct"),
+        (lambda handle: nvmeio.aio_handle(workers=3), "workers"),
     ],
 )
-def test_an_unknown_keyword_gets_a_suggestion(handle, call, words):
-    with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument {words}")):
+def test_a_wrong_keyword_is_refused(handle, call, keyword):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
         call(handle)
+
+
+def test_options_have_no_order():
+    with pytest.raises(TypeError, match="positional"):
+        nvmeio.Handle("sync")
 
 
 @pytest.mark.parametrize("offset", [-1, 1 << 63])
@@ -172,18 +172,6 @@ def test_an_end_that_no_file_has_is_refused(handle, path):
     path.write_bytes(b"12345678")
     with pytest.raises(ValueError, match=f"offset is {(1 << 63) - 4} for 8 bytes"):
         handle.submit_read(bytearray(8), path, (1 << 63) - 4)
-
-
-def test_an_ordinary_array_of_any_shape_is_filled(handle, path):
-    """DeepSpeed's op fails with strided and two-dimensional destinations."""
-    expected = np.arange(6000, dtype=np.float32).reshape(60, 100)
-    handle.write(expected, path)
-    plain, strided = np.zeros((60, 100), np.float32), np.zeros((60, 200), np.float32)
-    assert handle.read(plain, path) == expected.nbytes
-    assert handle.read(strided[:, ::2], path) == expected.nbytes
-    np.testing.assert_array_equal(plain, expected)
-    np.testing.assert_array_equal(strided[:, ::2], expected)
-    assert not strided[:, 1::2].any()
 
 
 def test_writes_never_truncate(handle, path):
@@ -211,17 +199,6 @@ def test_a_failed_write_leaves_no_more_than_was_written(handle, path, size):
     assert left == pattern(size)[: len(left)]
 
 
-def test_a_failed_write_does_not_truncate_an_existing_file(handle, path):
-    path.write_bytes(bytes(2 * BLOCK))
-    with (
-        limit(resource.RLIMIT_FSIZE, 2 * BLOCK),
-        pytest.raises(OSError, match="File too large") as caught,
-    ):
-        handle.write(bytes(2 * BLOCK), path, offset=BLOCK)
-    assert caught.value.errno == errno.EFBIG
-    assert path.stat().st_size == 2 * BLOCK
-
-
 def test_several_writers_create_one_file(open_handle, path):
     """As ranks that write their parts: none replaces the file of the others."""
     parts = [pattern(BLOCK + 1000 * rank, seed=rank) for rank in range(6)]
@@ -233,20 +210,6 @@ def test_several_writers_create_one_file(open_handle, path):
     ]
     assert [request.wait() for request in requests] == [len(part) for part in parts]
     assert path.read_bytes() == b"".join(parts)
-
-
-def test_a_writer_that_fails_leaves_the_others_their_bytes(handle, path):
-    """The request that created the file fails after another has written behind it."""
-    with limit(resource.RLIMIT_FSIZE, 4 * BLOCK):
-        requests = [
-            handle.submit_write(pattern(BLOCK), path, 3 * BLOCK),
-            handle.submit_write(pattern(BLOCK), path, 8 * BLOCK),
-            handle.submit_write(pattern(BLOCK), path, BLOCK),
-        ]
-        assert [request.exception() is None for request in requests] == [True, False, True]
-    assert path.read_bytes() == (
-        bytes(BLOCK) + pattern(BLOCK) + bytes(BLOCK) + pattern(BLOCK)
-    )
 
 
 def test_fsync_follows_the_writes_before_it(handle, path):
@@ -322,7 +285,6 @@ def test_a_handle_that_was_never_opened_says_so(path):
         lambda: handle.engine,
         lambda: handle.workers,
         lambda: repr(handle),
-        handle._repr_html_,
         lambda: handle.read(bytearray(1), path),
         lambda: handle.submit_read(bytearray(1), path),
     ):
@@ -347,33 +309,11 @@ def test_pending_and_repr_show_requests_in_flight(open_handle, engine, folder):
     assert handle.pending == 0
 
 
-def rows_of(shown):
-    """Return the names and values of the table that a notebook shows."""
-    return dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown._repr_html_()))
-
-
-def test_a_notebook_shows_a_table_of_options_and_counts(path):
-    path.write_bytes(bytes(2000))
-    with nvmeio.Handle(queue_depth=4096, direct=False) as handle:
-        handle.read(bytearray(2000), path)
-        rows = rows_of(handle)
-    assert rows["queue_depth"] == "4,096"
-    assert rows["direct"] == rows["closed"] == "False"
-    for found in (rows, rows_of(handle.stats())):
-        assert found["bytes_buffered"] == "2,000"
-        assert found["engine"] == handle.engine
-    assert rows_of(nvmeio.pool_stats()).keys() == nvmeio.pool_stats().keys()
-
-
-def test_counters_are_saved_as_a_dict(path, tmp_path):
-    """As part of a training's state: torch.load refuses types that it does not know."""
-    stats = nvmeio.pool_stats()
-    assert b"nvmeio" not in pickle.dumps(stats)
-    assert pickle.loads(pickle.dumps(stats)) == stats
-    with nvmeio.checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"stats": stats}, {"stats": stats})
-        for found in (checkpointer.restore(), checkpointer.metadata()):
-            assert (found, type(found["stats"])) == ({"stats": stats}, dict)
+def test_counters_are_plain_dicts():
+    """Because yaml.safe_dump and torch.load refuse subclasses of dict."""
+    for stats in (nvmeio.pool_stats(), nvmeio.default_handle().stats()):
+        assert type(stats) is dict
+        assert json.loads(json.dumps(stats)) == stats
 
 
 def test_pickling_carries_the_options(engine, path):
@@ -458,7 +398,7 @@ def test_threads_share_a_handle(open_handle, folder):
 def test_signatures_can_be_inspected():
     for name, member in inspect.getmembers(nvmeio.Handle, callable):
         if not name.startswith("__"):
-            parameters = inspect.signature(member).parameters
-            assert parameters, name
-            assert "unknown" not in parameters, name
+            assert inspect.signature(member).parameters, name
             assert inspect.getdoc(member), name
+    shown = str(inspect.signature(nvmeio.Handle.read))
+    assert shown.startswith("(self, buffer, file, offset=0)")

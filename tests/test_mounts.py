@@ -9,6 +9,7 @@ import pytest
 
 import nvmeio
 from helpers import BLOCK, DEPTH, MIB, Guarded, kernel_release, pattern, routes
+from mounts import SIZES_MIN, mount_new
 from workloads.common import Faults, make_file
 
 # The minimum of mkfs.xfs.
@@ -124,11 +125,11 @@ def test_short_writes_are_continued(faulty, handle, short):
     assert faults.fired()["write.short"] > 0
 
 
-def fill_up(folder, handle, room):
-    """Write to a file system with limited space; check the error and the file."""
-    _, _, faults = faulty_file(folder)
+@pytest.mark.parametrize("room", [0, 3 * BLOCK, 3 * BLOCK + 100])
+def test_a_full_file_system_is_an_error_and_keeps_what_was_written(faulty, handle, room):
+    _, _, faults = faulty_file(faulty)
     faults.set(write={"full_at": room})
-    path = folder / "new"
+    path = faulty / "new"
     data = pattern(MIB, 1)
     with pytest.raises(OSError, match=str(path)) as caught:
         handle.submit_write(data, path).wait()
@@ -139,23 +140,22 @@ def fill_up(folder, handle, room):
     assert left == data[: len(left)]
 
 
-@pytest.mark.parametrize("room", [0, 3 * BLOCK])
-def test_a_full_file_system_is_an_error_and_keeps_what_was_written(faulty, handle, room):
-    fill_up(faulty, handle, room)
-
-
-def test_a_file_system_may_fill_up_within_a_block(faulty, handle):
-    fill_up(faulty, handle, 3 * BLOCK + 100)
-
-
-def test_a_failed_fsync_is_an_error_only_once(faulty, handle):
+def test_a_failed_fsync_fails_until_the_file_is_closed(faulty, handle):
     path, _, faults = faulty_file(faulty)
-    faults.set(fsync={"error": errno.EIO})
-    with pytest.raises(OSError, match=str(path)) as caught:
+    with nvmeio.File(path, "r+") as file, nvmeio.File(path, "r+") as other:
+        faults.set(fsync={"error": errno.EIO})
+        with pytest.raises(OSError, match=str(path)) as caught:
+            handle.fsync(path)
+        assert caught.value.errno == errno.EIO
+        faults.set()
+        for each in file.fsync, other.fsync, lambda: handle.fsync(file):
+            with pytest.raises(OSError, match=str(path)) as caught:
+                each()
+            assert caught.value.errno == errno.EIO
+        # What the kernel has told once it does not tell one who opens the file now.
         handle.fsync(path)
-    assert caught.value.errno == errno.EIO
-    faults.set()
-    handle.fsync(path)
+    with nvmeio.File(path, "r+") as file:
+        file.fsync()
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
@@ -183,21 +183,6 @@ def test_validation_finds_a_bit_written_wrong(faulty, op, position):
     assert faults.fired() == {"write.flip": 1}
     op.write(data, path, True)
     assert path.read_bytes() == data
-
-
-def test_a_wait_that_times_out_leaves_the_transfer_running(faulty, handle):
-    path, data, faults = faulty_file(faulty, 4 * BLOCK)
-    file = nvmeio.File(path)
-    guarded = Guarded(len(data))
-    faults.set(read={"held": True})
-    request = handle.submit_read(guarded.array, file)
-    with pytest.raises(TimeoutError):
-        request.wait(timeout=0.01)
-    faults.await_waiting()
-    assert not request.done()
-    faults.set()
-    assert request.wait() == len(data)
-    assert guarded.content() == data
 
 
 def test_demanding_refused_direct_io_is_an_error(faulty):
@@ -233,19 +218,6 @@ def free_bytes(folder):
     """Return how many bytes an ordinary user may still write."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_without_space_a_new_file_is_no_longer_than_what_landed(loop_mount, kind, handle):
-    path = loop_mount(kind, DEVICE_BYTES) / "new"
-    source = Guarded(pattern(free_bytes(path.parent) + 8 * MIB), pool=True)
-    with pytest.raises(OSError, match=str(path)) as caught:
-        handle.submit_write(source.array, path).wait()
-    assert caught.value.errno == errno.ENOSPC
-    got = int(re.search(r"(\d+) bytes done", str(caught.value))[1])
-    assert path.stat().st_size == got > 0
-    assert path.read_bytes() == source.content()[:got]
 
 
 @pytest.mark.slow
@@ -325,6 +297,50 @@ def test_sectors_of_512_bytes_are_used(loop_mount, engine):
     assert check_transfers(engine, folder / "file")["bytes_direct"] > 0
     with nvmeio.File(folder / "file") as file:
         assert (file.direct, file.alignment) == (True, 512 if knows_alignment() else 4096)
+
+
+def test_a_write_fills_whole_blocks_past_the_page_cache(loop_device, tmp_path, engine):
+    # Only one block of 16 KiB lies within these bytes.
+    device, folder = loop_device(SIZES_MIN["xfs"]), tmp_path / "blocks"
+    mount_new("xfs", device, folder, block=16384)
+    path, content = folder / "file", pattern(40_000, 1)
+    data = bytearray(make_file(path, MIB))
+    with nvmeio.Handle(engine=engine) as handle:
+        handle.write(content, path, 8192)
+        stats = handle.stats()
+    assert stats["bytes_direct"] + stats["bytes_bounced"] == 16384
+    assert stats["bytes_buffered"] == 40_000 - 16384
+    data[8192:48192] = content
+    assert path.read_bytes() == data
+
+
+@pytest.mark.skipif(not knows_alignment(), reason="the kernel does not say it")
+def test_direct_io_that_would_use_the_page_cache_is_none(loop_device, tmp_path, engine):
+    # ext4 with a journal of data accepts O_DIRECT, and ignores it.
+    device, folder = loop_device(64 * MIB), tmp_path / "journal"
+    mount_new("ext4", device, folder, options="data=journal")
+    path = folder / "file"
+    data = make_file(path, MIB)
+    with nvmeio.Handle(engine=engine) as handle, nvmeio.File(path, "r+") as file:
+        assert not file.direct
+        found = bytearray(MIB)
+        assert handle.read(found, file) == MIB
+        assert found == data
+        assert handle.stats()["bytes_direct"] == 0
+        assert handle.stats()["bytes_buffered"] == MIB
+    with pytest.raises(OSError, match="no O_DIRECT") as caught:
+        nvmeio.File(path, direct=True)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_direct_io_that_fills_holes_through_the_page_cache_is_none(loop_device, tmp_path):
+    # Without extents, ext4 carries out a direct write to a hole as a buffered one.
+    device, folder = loop_device(64 * MIB), tmp_path / "indirect"
+    mount_new("ext4", device, folder, features="^extents,^64bit")
+    path = folder / "file"
+    make_file(path, MIB)
+    with nvmeio.File(path, "r+") as file, nvmeio.File(path) as read_only:
+        assert (file.direct, read_only.direct) == (False, True)
 
 
 def test_a_block_device_is_a_file_too(loop_device, handle):

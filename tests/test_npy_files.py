@@ -1,10 +1,7 @@
 """Whole .npy files: save() writes what numpy would write, and load() reads it."""
 
 import errno
-import gc
 import os
-import resource
-import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from hypothesis import strategies as st
 
 import nvmeio
 from array_samples import DTYPES, noise, numbers
-from helpers import MIB, limit
+from helpers import MIB
 from index_strategies import INVENTED, assert_same, shapes
 from nvmeio import ArrayFile
 
@@ -52,20 +49,6 @@ def test_any_array_is_saved_in_c_order(path, array, sync):
     with ArrayFile(path) as found:
         assert found.shape == np.shape(array)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-def test_a_failed_save_raises_one_error_and_leaves_no_file(path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with (
-            limit(resource.RLIMIT_FSIZE, 10),
-            pytest.raises(OSError, match="data") as raised,
-        ):
-            nvmeio.save(path, np.zeros(MIB, "u1"))
-        gc.collect()
-    assert raised.value.errno == errno.EFBIG
-    assert caught == []
-    assert os.listdir(path.parent) == []
 
 
 def test_only_regular_files_are_replaced(folder):

@@ -3,9 +3,9 @@
 import copy
 import errno
 import inspect
-import logging
 import os
 import pickle
+import re
 import threading
 import weakref
 from collections import Counter
@@ -84,46 +84,12 @@ def test_booleans_of_every_kind_are_taken(open_handle, path, yes):
     assert handle.wait() == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "words"),
-    [
-        ((1, 2, False, False, 1, "auto"), {}, "takes from 0 to 5 positional arguments but"),
-        ((), {"depth": 3}, "got an unexpected keyword argument 'depth'"),
-        ((), {"workers": 3}, "got an unexpected keyword argument 'workers'"),
-        ((4096,), {"block_size": 4096}, "got multiple values for argument 'block_size'"),
-    ],
-)
-def test_mistakes_of_the_constructor_name_the_class(args, options, words):
-    with pytest.raises(TypeError, match=rf"^aio_handle\(\) {words}"):
-        nvmeio.aio_handle(*args, **options)
-
-
 class TestStatus:
     """errors="status": return -1, log and keep the error, print nothing."""
 
     @pytest.fixture
     def handle(self, open_handle):
         return open_handle(block_size=BLOCK, queue_depth=DEPTH, errors="status")
-
-    def test_failures_are_minus_one(self, handle, path, caplog, capfd):
-        """Nothing is printed."""
-        assert handle.last_error is None
-        calls = [
-            lambda: handle.read(bytearray(5), path),
-            lambda: handle.sync_pread(bytearray(5), path),
-            lambda: handle.async_pread(bytearray(5), path),
-            lambda: handle.pread(bytearray(5), path, False, False),
-            lambda: handle.write(b"12345", path / "below"),
-            lambda: handle.async_pwrite(b"12345", path / "below"),
-        ]
-        for call in calls:
-            caplog.clear()
-            assert call() == -1
-            assert handle.last_error.errno == errno.ENOENT
-            assert [record.levelno for record in caplog.records] == [logging.ERROR]
-            assert str(handle.last_error) in caplog.text
-        assert handle.wait() == 0
-        assert capfd.readouterr() == ("", "")
 
     def test_wait_is_minus_one_once(self, handle, path, caplog):
         path.write_bytes(bytes(10))
@@ -132,24 +98,6 @@ class TestStatus:
         assert handle.last_error.errno == errno.ENODATA
         assert "wanted 11 bytes at offset 0, got 10" in caplog.text
         assert handle.wait() == 0
-
-    def test_success_returns_as_usual(self, handle, path, capfd):
-        assert handle.write(b"12345", path) == 0
-        assert handle.sync_pread(bytearray(5), path) == 1
-        assert handle.last_error is None
-        assert capfd.readouterr() == ("", "")
-
-    def test_mistakes_in_the_program_still_raise(self, handle, path):
-        path.write_bytes(b"12345")
-        with pytest.raises(ValueError, match="read-only"):
-            handle.read(b"12345", path)
-        with pytest.raises(TypeError, match="object"):
-            handle.write(object(), path)
-        with pytest.raises(ValueError, match="file_offset"):
-            handle.async_pread(bytearray(1), path, -1)
-        with pytest.raises(TypeError):
-            handle.read(bytearray(5), None)
-        assert handle.last_error is None
 
     def test_requests_raise_with_errors_status_too(self, handle, path):
         with pytest.raises(FileNotFoundError):
@@ -226,6 +174,28 @@ def test_validation_passes_equal_bytes(handle, path):
     assert handle.pwrite(expected, path, True, True, 5) == 0
     assert handle.wait() == 1
     assert target == expected
+
+
+@pytest.mark.parametrize("name", ["pread", "pwrite"])
+def test_a_file_closed_before_wait_is_validated(handle, path, name):
+    path.write_bytes(bytes(PAGE))
+    with nvmeio.File(path, "r+") as file:
+        assert getattr(handle, name)(bytearray(PAGE), file, True, True) == 0
+    assert handle.wait() == 1
+
+
+def test_memory_gone_before_wait_hides_no_other_failure(handle, path, caplog):
+    path.write_bytes(bytes(PAGE))
+    gone, target = memoryview(bytearray(PAGE)), bytearray(PAGE)
+    handle.pread(gone, path, True, True)
+    handle.pread(target, path, True, True)
+    handle.handle.drain()
+    gone.release()
+    target[100] = 1
+    with pytest.raises(ValueError, match="released memoryview"):
+        handle.wait()
+    assert "differs from the file at byte 100" in caplog.text
+    assert handle.wait() == 0
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -449,10 +419,13 @@ def test_a_handle_that_is_dropped_has_finished_its_work(engine, path):
 def test_the_repr_shows_what_is_in_flight(open_handle, engine, folder):
     handle = open_handle(**SLOW)
     with plugged(handle.handle, folder) as plugs:
-        assert repr(handle) == (
+        shown = re.fullmatch(
             f"<nvmeio.aio_handle engine={engine} block_size=1 queue_depth=1 "
-            f"intra_op_parallelism=1 pending={len(plugs)}>"
+            r"intra_op_parallelism=1 pending=(\d+)>",
+            repr(handle),
         )
+        # On a busy machine some may be done by now.
+        assert sum(not plug.done() for plug in plugs) <= int(shown[1]) <= len(plugs)
     handle.close()
     assert repr(handle).endswith(" closed>")
 

@@ -14,7 +14,7 @@ import nvmeio
 from helpers import MIB, PAGE, SLOW, pattern
 from nvmeio._memory import overlap as _overlap
 from nvmeio._memory.overlap import OVERLAPS
-from nvmeio._native.new_bytes import NewBytes
+from nvmeio._native.gather import NewBytes
 
 SIZE = 4 * PAGE
 READS = ("read", "gather", "read_many")

@@ -20,6 +20,7 @@ from children import as_nobody, run_tool
 from helpers import MIB, limit, pattern
 from mounts import unmount
 from nvmeio import files as _files
+from nvmeio._files.replacing import replacement
 
 OLD = pattern(3 * MIB, 1)
 NEW = np.frombuffer(pattern(MIB + 5, 2), np.uint8)
@@ -47,6 +48,18 @@ def old(path):
     """An existing file."""
     path.write_bytes(OLD)
     return path
+
+
+def test_ctrl_c_removes_the_unfinished_file(old):
+    def interrupted():
+        with replacement(str(old)) as temporary:
+            Path(temporary).write_bytes(b"unfinished")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert old.read_bytes() == OLD
+    assert os.listdir(old.parent) == [old.name]
 
 
 @pytest.mark.parametrize("sync", [False, True])

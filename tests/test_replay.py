@@ -6,8 +6,6 @@ import shlex
 import subprocess
 import sys
 
-import pytest
-
 from children import TESTS, WATCHDOG_S, system_environment
 
 SUITE = """
@@ -21,22 +19,16 @@ def test_cases(kind, seeds):
         drawn.append(seed)
         print("drawn:", drawn)
         assert kind == "good" or seed < 9
-
-@pytest.mark.amount(short=3, full=3, long=0)
-def test_all_cases_together(seeds):
-    drawn = list(seeds)
-    print("drawn:", drawn)
-    assert len(drawn) < 2
 """
 
 
-def run(folder, *options):
-    """Run pytest on a small suite as on the stress tests."""
+def run_and_fail(folder, *options):
+    """Run a small suite as the stress tests are run; return its output."""
     (folder / "test_small.py").write_text(SUITE)
     (folder / "pytest.ini").touch()
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
     paths = [str(TESTS / "stress"), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
+    done = subprocess.run(
         [*command, *options, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_ADDOPTS": ""},
@@ -45,11 +37,6 @@ def run(folder, *options):
         timeout=WATCHDOG_S,
         check=False,
     )
-
-
-def run_and_fail(folder, *options):
-    """Run the suite, which fails, and return its output."""
-    done = run(folder, *options)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 
@@ -83,25 +70,10 @@ def drawn_in(printed):
 
 
 def test_a_failed_case_is_repeated_alone(tmp_path):
-    printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7", "-k", "test_cases")
+    printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7")
     assert "1 failed, 1 passed" in printed
     assert drawn_in(printed) == "[7, 8, 9]"
     again = run_and_fail(tmp_path, *options_of(line_of(printed)))
-    assert "1 failed, 2 deselected" in again
+    assert "1 failed, 1 deselected" in again
     assert drawn_in(again) == "[9]"
     assert line_of(again) == line_of(printed)
-
-
-def test_cases_that_fail_together_are_repeated_from_their_first_seed(tmp_path):
-    printed = run_and_fail(tmp_path, "--length", "full", "-k", "together")
-    again = run_and_fail(tmp_path, *options_of(line_of(printed)))
-    assert "1 failed, 2 deselected" in again
-    assert drawn_in(again) == drawn_in(printed)
-    assert line_of(again) == line_of(printed)
-
-
-@pytest.mark.parametrize("words", ["", "test_cases", "test_cases[good]:x"])
-def test_an_invalid_replay_is_refused(tmp_path, words):
-    done = run(tmp_path, "--replay", words)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"test_name[parameter]:12345, not {words!r}" in done.stderr

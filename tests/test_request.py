@@ -173,17 +173,6 @@ def test_many_threads_wait_for_one_request(slow_handle, path):
         assert [waiter.result() for waiter in waiters] == [(8, b"12345678")] * 8
 
 
-def test_many_threads_wait_for_one_failure(slow_handle, path):
-    path.write_bytes(b"1234")
-    with ThreadPoolExecutor(8) as threads:
-        with plugged(slow_handle, path.parent):
-            request = slow_handle.submit_read(bytearray(8), path)
-            waiters = [threads.submit(request.exception) for _ in range(8)]
-        errors = {waiter.result() for waiter in waiters}
-    assert errors == {request.exception()}
-    assert request.exception().errno == errno.ENODATA
-
-
 class TestRepr:
     def test_repr_shows_the_transfer_and_the_file(self, slow_handle, path):
         path.write_bytes(bytes(20))

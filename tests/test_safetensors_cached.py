@@ -10,19 +10,21 @@ import nvmeio.safetensors.numpy
 from children import as_nobody, run_child
 from helpers import MIB, PAGE, cached, drop, need_direct, warm
 from model_samples import Moved
-from nvmeio._native import page_cache
+from nvmeio._native import system_calls
 from nvmeio.safetensors import load_sharded, safe_open
 
 SIZE = 16 * MIB
 
 
-@pytest.fixture
-def path(tmp_path):
-    """A file on a disk with O_DIRECT."""
-    need_direct(tmp_path)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A file on a disk with O_DIRECT, alone in its folder; every test reads it only."""
+    folder = tmp_path_factory.mktemp("cached")
+    need_direct(folder)
     data = np.random.default_rng(1).integers(0, 256, (4, SIZE // 4), np.uint8)
-    safetensors.numpy.save_file({f"{n}": row for n, row in enumerate(data)}, tmp_path / "m")
-    return tmp_path / "m"
+    path = folder / "model.safetensors"
+    safetensors.numpy.save_file({f"{n}": row for n, row in enumerate(data)}, path)
+    return path
 
 
 def read(way, path, direct):
@@ -42,7 +44,6 @@ def read(way, path, direct):
 @pytest.mark.parametrize("state", ["cold", "a third", "two thirds", "warm"])
 @pytest.mark.all_combinations
 def test_the_larger_part_decides_the_route(path, state, direct, way):
-    path = path.rename(path.with_name("model.safetensors"))
     if state == "cold":
         drop(path)
     else:
@@ -73,7 +74,7 @@ def test_a_sample_is_right_and_repeatable(path, part):
     before = cached(path)
     with open(path, "rb") as file:
         for _ in range(4):
-            found = page_cache.sampled_fraction(file.fileno(), 0, SIZE)
+            found = system_calls.sampled_fraction(file.fileno(), 0, SIZE)
             assert abs(found - part / SIZE) < 0.15
     # The sample leaves the pages in the cache that it read.
     assert cached(path) * SIZE <= before * SIZE + 4 * 64 * PAGE
@@ -81,12 +82,15 @@ def test_a_sample_is_right_and_repeatable(path, part):
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 5 * PAGE])
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE])
-def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
+def test_a_few_pages_are_counted_and_sampled(tmp_path, offset, nbytes):
+    need_direct(tmp_path)
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(8 * PAGE))
     with open(path, "rb") as file:
         part = file.fileno(), offset, nbytes
         # The kernel may drop a page at any moment; a missing page may arrive while the
         # sample is interrupted; a cached one may be locked by another process.
-        looks = page_cache.cached_fraction, page_cache.sampled_fraction
+        looks = system_calls.cached_fraction, system_calls.sampled_fraction
         cold, warmed = set(), set()
         for _ in range(5):
             drop(path)
@@ -97,31 +101,9 @@ def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
         assert (1, 1) in warmed
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 5 * PAGE + 7])
-@pytest.mark.parametrize("offset", [0, PAGE - 1])
-def test_only_what_is_cached_as_a_whole_is_read(path, offset, nbytes):
-    content = path.read_bytes()[offset : offset + nbytes]
-    warm(path, 10 * PAGE)
-    with open(path, "rb") as file:
-        found = set()
-        # The kernel may drop a page at any moment.
-        for _ in range(5):
-            warm(path, 10 * PAGE)
-            memory = bytearray(nbytes)
-            if page_cache.read_cached(file.fileno(), memory, offset):
-                found.add(bytes(memory))
-        assert found == {content}
-        # The last page is not there, or the file ends before.
-        for at in (10 * PAGE - 1, path.stat().st_size - 1, 2**62, -1):
-            assert not page_cache.read_cached(file.fileno(), bytearray(2), at)
-        assert cached(path) * path.stat().st_size <= 11 * PAGE
-        with pytest.raises(BufferError):
-            page_cache.read_cached(file.fileno(), b"ab", 0)
-
-
 @pytest.mark.parametrize("function", ["cached_fraction", "sampled_fraction"])
 def test_nothing_is_cached_of_an_empty_range_or_a_missing_file(path, function):
-    look = getattr(page_cache, function)
+    look = getattr(system_calls, function)
     with open(path, "rb") as file:
         assert look(file.fileno(), 0, 0) == 0
     assert look(2**30, 0, PAGE) == 0

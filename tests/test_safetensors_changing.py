@@ -12,10 +12,10 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from helpers import MIB, drop, need_direct
 from model_samples import bits_of_all, in_flight
-from nvmeio.safetensors import SafetensorError, load_sharded, safe_open
+from nvmeio.safetensors import SafetensorError, _reading, load_sharded, safe_open
 from nvmeio.safetensors import _file as files
 
-SIZE = 80 * MIB
+SIZE = 10 * MIB
 CHANGED = r"{} has changed while it was read: it had {} bytes"
 
 
@@ -50,6 +50,12 @@ def append_and_set_back(path):
 
 
 CHANGES = [overwrite, truncate, empty, append, append_and_set_back]
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    """Read in small parts, because the file is small."""
+    monkeypatch.setattr(_reading, "CHUNK_BYTES", 4 * MIB)
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ def test_a_change_in_the_middle_is_an_error(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("read_ahead", [0, 16 * MIB])
+@pytest.mark.parametrize("read_ahead", [0, 2 * MIB])
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct):
     with safe_open(path, "np", direct=direct, read_ahead=read_ahead) as file:

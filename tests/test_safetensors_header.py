@@ -1,27 +1,15 @@
-"""Headers of safetensors files are read and written as by the safetensors package."""
+"""Headers of safetensors files: which are refused, and that others are read alike."""
 
 import json
-import pickle
 import random
+import re
 import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors
 
-from hostile_headers import (
-    HOSTILE,
-    difference,
-    entry_with,
-    file_of,
-    keep,
-    kind_of,
-    mutant,
-    nested,
-    read_by_nvmeio,
-)
 from nvmeio.safetensors import _header
 from nvmeio.safetensors._dtypes import (
     BITS,
@@ -35,112 +23,265 @@ from nvmeio.safetensors._dtypes import (
 )
 from nvmeio.safetensors._header import SafetensorError, build, header_bytes, parse
 
-CORPUS = Path(__file__).parent / "fuzz" / "corpus" / "safetensors"
-MUTANTS = 10_000
 PAGE = 4096
+DATA = bytes(range(1, 5))
+ENTRY = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+EMPTY = '"z":{"dtype":"U8","shape":[0],"data_offsets":[%d,%d]}'
+HUGE = "9" * 5000
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_headers_are_accepted_or_refused_as_by_safetensors(what):
-    content, taken = HOSTILE[what]
-    assert difference(content) is None
-    assert (read_by_nvmeio(content)[0] is not None) == taken
+def file_of(header, data=DATA, *, length=None):
+    """Return the bytes of a file, whatever its header says."""
+    if isinstance(header, str):
+        header = header.encode()
+    claimed = len(header) if length is None else length
+    return claimed.to_bytes(8, "little") + header + data
 
 
-def test_headers_changed_at_random_are_read_as_safetensors_reads_them():
+def entry_with(**fields):
+    """Return a header of one tensor, `a`, with some of its fields replaced."""
+    ordinary = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"}
+    inside = ",".join(f'"{key}":{value}' for key, value in (ordinary | fields).items())
+    return f'{{"a":{{{inside}}}}}'
+
+
+def empty_with(shape):
+    """Return a file of one empty tensor."""
+    return file_of(entry_with(shape=shape, data_offsets="[0,0]"), b"")
+
+
+# Files that safetensors and nvmeio read alike.
+TAKEN = {
+    "an ordinary one": file_of(entry_with()),
+    "spaces behind": file_of(entry_with() + " " * 4000),
+    "a newline and a tab behind": file_of(entry_with() + "\r\n\t"),
+    "whitespace within": file_of(entry_with().replace(":", " :\n ")),
+    "no tensors": file_of("{}", b""),
+    "metadata alone": file_of('{"__metadata__":{"a":"b"}}', b""),
+    "null for metadata": file_of('{"__metadata__":null}', b""),
+    "metadata last": file_of(entry_with()[:-1] + ',"__metadata__":{"a":"b"}}'),
+    "metadata by an escape": file_of(r'{"\u005f_metadata__":{"a":"b"}}', b""),
+    "an unknown field": file_of(entry_with(x='{"y":[null,true,-1.5e3,""]}')),
+    "fields in another order": file_of(
+        '{"a":{"data_offsets":[0,4],"shape":[1],"dtype":"F32"}}'
+    ),
+    "an empty name": file_of(f'{{"":{ENTRY}}}'),
+    "a null in a name": file_of(rf'{{"a\u0000":{ENTRY}}}'),
+    "a pair of surrogates": file_of(rf'{{"\ud83d\ude00":{ENTRY}}}'),
+    "an escaped backslash and a u": file_of(rf'{{"\\ud83d":{ENTRY}}}'),
+    "1000 brackets in a name": file_of(f'{{"{"[" * 1000}\\"\\\\":{ENTRY}}}'),
+    "2^63 and 0": empty_with(f"[{2**63},0]"),
+    "nothing before the rest": file_of(f'{{{EMPTY % (0, 0)},"a":{ENTRY}}}'),
+    "nothing behind the rest": file_of(f'{{{EMPTY % (4, 4)},"a":{ENTRY}}}'),
+    "whole bytes of F4": file_of(entry_with(dtype='"F4"', shape="[2,4]")),
+    "whole bytes of F6": file_of(
+        entry_with(dtype='"F6_E2M3"', shape="[4]", data_offsets="[0,3]"), b"123"
+    ),
+}
+# Files that both refuse, and what nvmeio's message has.
+REFUSED = {
+    "nothing": (b"", "header too small"),
+    "7 bytes": (b"1234567", "header too small"),
+    "length 0": (file_of(""), "must start with"),
+    "length over the limit": (file_of("{}", b"", length=100_000_001), "too large"),
+    "the largest length": (file_of("{}", b"", length=2**64 - 1), "too large"),
+    "one byte too few": (file_of("{}", b"", length=3), "invalid header length"),
+    "no tensors, but data": (file_of("{}"), "not fully covered"),
+    "an array": (file_of("[]", b""), "must start with"),
+    "a byte order mark": (file_of("\ufeff" + entry_with()), "must start with"),
+    "text behind": (file_of(entry_with() + "{}"), "Extra data"),
+    "a null behind": (file_of(entry_with() + "\0"), "Extra data"),
+    "a trailing comma": (file_of(f'{{"a":{ENTRY},}}'), "invalid JSON"),
+    "a number in metadata": (file_of('{"__metadata__":{"a":1}}', b""), "to strings"),
+    "an array of metadata": (file_of('{"__metadata__":[]}', b""), "to strings"),
+    "a tensor called so": (file_of(f'{{"__metadata__":{ENTRY}}}'), "to strings"),
+    "metadata twice": (file_of('{"__metadata__":{},"__metadata__":{}}', b""), "twice"),
+    "a field twice": (file_of(entry_with(x='1,"shape":[1]')), "'shape' comes twice"),
+    "no entry": (file_of('{"a":1}'), "tensor 'a' must have"),
+    "no shape": (file_of('{"a":{"dtype":"F32","data_offsets":[0,4]}}'), "a shape"),
+    "an unknown dtype": (file_of(entry_with(dtype='"F128"')), "a known dtype"),
+    "a list for a dtype": (file_of(entry_with(dtype='["F32"]')), "a known dtype"),
+    "a raw newline in a name": (file_of(f'{{"a\n":{ENTRY}}}'), "invalid JSON"),
+    "half a pair of surrogates": (file_of(rf'{{"\ud83d":{ENTRY}}}'), "invalid UTF-8"),
+    "half a pair in metadata": (
+        file_of(r'{"__metadata__":{"a":"\ude00"}}', b""),
+        "invalid UTF-8",
+    ),
+    "UTF-8 that is none": (file_of(b'{"\xff":1}'), "invalid UTF-8"),
+    "a surrogate in UTF-8": (file_of(b'{"a\xed\xa0\x80":1}', b""), "invalid UTF-8"),
+    "a float": (file_of(entry_with(shape="[1.0]")), "a shape"),
+    "a boolean": (file_of(entry_with(shape="[true]")), "a shape"),
+    "a string": (file_of(entry_with(shape='"1"')), "a shape"),
+    "an empty string": (empty_with('""'), "a shape"),
+    "another script's digit": (file_of(entry_with(shape="[\u0661]")), "invalid JSON"),
+    "three offsets": (file_of(entry_with(data_offsets="[0,4,4]")), "two data_offsets"),
+    "a negative extent": (file_of(entry_with(shape="[-1]")), "'-1' is not from 0"),
+    "minus zero": (file_of(entry_with(data_offsets="[-0,4]")), "'-0' is not from 0"),
+    "5000 digits": (file_of(entry_with(shape=f"[{HUGE}]")), "is not from 0"),
+    "NaN": (file_of(entry_with(x="NaN")), "NaN"),
+    "Infinity": (file_of(entry_with(x="-Infinity")), "Infinity"),
+    "an extent of 2^64": (file_of(entry_with(shape=f"[{2**64}]")), "overflow"),
+    "0 and 2^64": (empty_with(f"[0,{2**64}]"), "overflow"),
+    "too many elements": (empty_with(f"[{2**63},2,0]"), "overflow"),
+    "too many bits": (file_of(entry_with(shape=f"[{2**62}]")), "overflow"),
+    "too long": (file_of(entry_with(), DATA + b"5"), "not fully covered"),
+    "too short": (file_of(entry_with(), DATA[:3]), "not fully covered"),
+    "a hole": (file_of(entry_with(data_offsets="[1,5]"), DATA + b"5"), "invalid offset"),
+    "an overlap": (file_of(f'{{"a":{ENTRY},"b":{ENTRY}}}'), "invalid offset"),
+    "an end before its begin": (file_of(entry_with(data_offsets="[4,0]")), "offset"),
+    "nothing amid the rest": (file_of(f'{{{EMPTY % (2, 2)},"a":{ENTRY}}}'), "offset"),
+    "another size": (file_of(entry_with(shape="[2]")), "invalid shape"),
+    "another size of an earlier shape": (
+        file_of(f'{{"a":{ENTRY},"b":{ENTRY.replace("[0,4]", "[4,9]")}}}', DATA + DATA),
+        "invalid shape",
+    ),
+    "half a byte": (
+        file_of(entry_with(dtype='"F4"', shape="[7]", data_offsets="[0,3]"), DATA[:3]),
+        "byte boundary",
+    ),
+}
+# Files that only safetensors takes.  The format's README forbids the first ones, and does
+# not mention the others.
+STRICTER = {
+    "whitespace before": file_of(" " + entry_with()),
+    "a name twice": file_of(f'{{"a":{ENTRY},"a":{ENTRY}}}'),
+    "a key of metadata twice": file_of('{"__metadata__":{"a":"b","a":"c"}}', b""),
+    "an entry as an array": file_of('{"a":["F32",[1],[0,4]]}'),
+    "a dtype as an object": file_of(entry_with(dtype='{"F32":null}')),
+}
+
+
+def read_by_safetensors(content):
+    """Return the tensors and metadata of a file, or None if the package refuses it."""
+    try:
+        found = safetensors.deserialize(content)
+    except safetensors.SafetensorError:
+        return None
+    tensors = {
+        name: (each["dtype"], tuple(each["shape"]), bytes(each["data"]))
+        for name, each in found
+    }
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    return tensors, json.loads(header).get("__metadata__")
+
+
+def layout_of(content):
+    """Return the layout of a file; raise SafetensorError if it is invalid."""
+    length = header_bytes(content[:8], len(content))
+    return parse(content[8 : 8 + length], len(content))
+
+
+def read_by_nvmeio(content):
+    """Return the tensors and metadata of a file, or None if nvmeio refuses it."""
+    try:
+        layout = layout_of(content)
+    except SafetensorError:
+        return None
+    assert [*layout.by_name.values()] == [*layout.tensors]
+    data = content[layout.data_start :]
+    assert len(data) == layout.data_bytes
+    tensors = {t.name: (t.dtype, t.shape, data[t.begin : t.end]) for t in layout.tensors}
+    return tensors, layout.metadata
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_a_valid_file_is_read_as_by_safetensors(what):
+    found = read_by_nvmeio(TAKEN[what])
+    assert found is not None
+    assert found == read_by_safetensors(TAKEN[what])
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_invalid_file_is_refused_by_both(what):
+    content, words = REFUSED[what]
+    assert read_by_safetensors(content) is None
+    with pytest.raises(SafetensorError, match=re.escape(words)) as refused:
+        layout_of(content)
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize("what", STRICTER)
+def test_odd_forms_are_refused(what):
+    assert read_by_safetensors(STRICTER[what]) is not None
+    assert read_by_nvmeio(STRICTER[what]) is None
+
+
+TOKENS = (
+    *('{"a":', "}", "[", "]", ",", ":", '"', "\\", '\\"', "\\u0000", "é", " ", "\n", "\0"),
+    *("0", "1", "2", "8", "-1", "1.0", "1e0", "01", str(2**63), str(2**64), "9" * 25),
+    *("null", "true", '"F32"', '"F4"', '"__metadata__"', '"dtype"', '"shape":[1],', "[0]"),
+)
+
+
+def changed(rng, content):
+    """Return a file with a random change."""
+    length = 8 + int.from_bytes(content[:8], "little")
+    header, data = content[8:length], content[length:]
+    spots = [*re.finditer(rb'\d+|"[^"]*"|[][{}:,]', header)]
+    spot = rng.choice(spots)
+    drawn = rng.randrange(6)
+    if drawn == 0:
+        at = rng.randrange(len(header))
+        header = (
+            header[:at] + bytes([header[at] ^ 1 << rng.randrange(8)]) + header[at + 1 :]
+        )
+    elif drawn == 1:
+        header = header[: spot.start()] + header[rng.choice(spots).start() :]
+    elif drawn == 2:
+        token = rng.choice(TOKENS).encode()
+        header = header[: spot.start()] + token + header[spot.start() :]
+    elif drawn < 5:
+        token = rng.choice([rng.choice(TOKENS).encode(), rng.choice(spots).group()])
+        header = header[: spot.start()] + token + header[spot.end() :]
+    else:
+        data = rng.choice([data + b"x", data[:-1]])
+    return file_of(header, data)
+
+
+def test_a_changed_file_is_refused_or_read_as_by_safetensors():
     rng = random.Random("headers")
     taken = 0
-    for _ in range(MUTANTS):
-        content = mutant(rng)
-        found = difference(content)
-        assert found is None, f"{found}; the file is kept: {keep(content)}"
-        taken += read_by_nvmeio(content)[0] is not None
-    # Otherwise all mutants would be alike.
-    assert MUTANTS // 5 < taken < MUTANTS // 2
-
-
-@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: path.name)
-def test_headers_that_once_differed_are_read_alike(path):
-    assert difference(path.read_bytes()) is None
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "[]",
-        entry_with(dtype='"f32"'),
-        entry_with(shape='"1"'),
-        entry_with(data_offsets="[0,4,5]"),
-        entry_with(data_offsets="[0,-4]"),
-        '{"a":{"dtype":"F32","data_offsets":[0,4]}}\n ',
-        '\n{"a":["F32",[1]]}',
-        '{"a":',
-    ],
-)
-def test_errors_of_entries_have_safetensors_messages(header):
-    content = file_of(header)
-    with pytest.raises(safetensors.SafetensorError) as theirs:
-        safetensors.deserialize(content)
-    wanted = str(theirs.value)
-    if "struct HashMetadata" in wanted:
-        wanted = wanted.partition(" at line")[0]
-    assert read_by_nvmeio(content)[1] == wanted
-
-
-def test_an_error_names_the_source():
-    for what in ("Error while deserializing header", "Error while deserializing"):
-        with pytest.raises(SafetensorError, match=f"^{what}: header too small$"):
-            header_bytes(b"", 0, context=what)
-        with pytest.raises(SafetensorError, match=f"^{what}: incomplete metadata"):
-            parse(b"{}", 11, context=what)
-    assert kind_of("no more") == "no more"
-
-
-def test_the_error_can_be_pickled():
-    error = pickle.loads(pickle.dumps(SafetensorError("why", 1)))
-    assert (type(error), error.args) == (SafetensorError, ("why", 1))
+    for _ in range(200):
+        tensors, metadata = random_tensors(rng), random_metadata(rng)
+        listed = [(name, *each) for name, each in tensors.items()]
+        header, layout = build(listed, metadata)
+        content = header + rng.randbytes(layout.data_bytes)
+        assert read_by_nvmeio(content) == read_by_safetensors(content) != None  # noqa: E711
+        for _ in range(20):
+            other = changed(rng, content)
+            found = read_by_nvmeio(other)
+            if found is not None:
+                assert found == read_by_safetensors(other), other
+                taken += 1
+    assert taken > 200
 
 
 def test_deep_nesting_is_refused_at_any_recursion_limit():
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1 << 30)
+    nested = "[" * 300_000
     try:
-        for text in (nested(3_000_000), "[" * 3_000_000, '{"":' * 1_000_000):
-            with pytest.raises(SafetensorError, match="recursion limit exceeded"):
-                parse(entry_with(x=text).encode(), 0)
+        for text in (
+            entry_with(x=nested + "]" * len(nested)),
+            entry_with(x=nested),
+            '{"":' * 300_000,
+            # The brackets in strings do not close the others.
+            '{"[][]}":' * 300_000,
+        ):
+            with pytest.raises(SafetensorError, match="nested deeper than 32"):
+                parse(text.encode(), 0)
     finally:
         sys.setrecursionlimit(limit)
+    # Side by side they are not deep.
+    many = entry_with(x=f'[{"[{}]," * 20_000}"[[[\\"[[["]')
+    assert read_by_nvmeio(file_of(many)) == read_by_safetensors(file_of(many)) is not None
 
 
-def test_brackets_are_counted_right_across_pieces_of_a_string(monkeypatch):
-    monkeypatch.setattr(_header, "_CHUNK_BYTES", 7)
-    text = r"\"\\" + "[" * 200
-    for depth, taken in ((125, True), (126, False)):
-        content = file_of(entry_with(y=f'"{text}"', x=nested(depth), z=f'"{text}"'))
-        assert (read_by_nvmeio(content)[0] is not None) == taken
-        assert difference(content) is None
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-@pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"a": '": '}}])
-def test_common_headers_are_read_by_one_regular_expression(separators, metadata):
-    tensors = {f'"{n}: ' if n else "x": {"dtype": "U8", "shape": [n, 1]} for n in (0, 3)}
-    for begin, name in enumerate(tensors):
-        tensors[name]["data_offsets"] = [0, begin * 3]
-    plain = {name.replace('"', ""): entry for name, entry in tensors.items()}
-    text = json.dumps(metadata | plain, separators=separators)
-    assert _header._ordinary(text) == _header._unusual(text.encode(), text)
-    # A quote in a name needs json.
-    escaped = json.dumps(metadata | tensors, separators=separators)
-    assert _header._ordinary(escaped) is None
-    for each in (text, escaped):
-        assert difference(file_of(each, b"123")) is None
-
-
-def test_an_error_is_short():
-    long = '"' + "a" * 10**6 + '"'
-    for text in (long, entry_with(dtype=long), entry_with(shape=long)):
-        assert len(read_by_nvmeio(file_of(text))[1]) < 2000
+@pytest.mark.parametrize("levels", [1500, 9000])
+def test_nesting_beyond_the_limit_of_recursion_is_refused(levels):
+    for text in (entry_with(x="[" * levels + "]" * levels), '{"":' * levels):
+        with pytest.raises(SafetensorError, match="nested deeper than 32"):
+            parse(text.encode(), 0)
 
 
 def test_a_huge_length_is_refused_before_memory_is_allocated():
@@ -163,11 +304,12 @@ def test_any_buffer_is_read():
 
 
 def random_tensors(rng):
-    """Return tensors of any dtype, in any order."""
+    """Return tensors in any order, with any dtype and with shapes as in the header."""
     tensors = {}
-    for _ in range(rng.randrange(12)):
-        shape = tuple(rng.choice((0, 1, 2, 3, 512, 1024)) for _ in range(rng.randrange(3)))
+    for _ in range(rng.randrange(8)):
         dtype = rng.choice([*FRAMEWORK_NAMES])
+        shape = tuple(rng.choice((0, 1, 2, 3, 512)) for _ in range(rng.randrange(3)))
+        shape = header_shape(dtype, shape if dtype != "F4" else (shape or (2,)))
         name = rng.choice(("", "a", "b", "é", "😀", '"', "\\", "\n\x00\x1f", "\x7f", "/"))
         tensors[name + str(rng.randrange(10))] = (dtype, shape)
     return tensors
@@ -180,58 +322,36 @@ def random_metadata(rng):
 
 def serialized(tensors, metadata, memory):
     """Return the file that the package makes of tensors, whose bytes are in `memory`."""
-    specs = {}
-    for name, (dtype, shape) in tensors.items():
-        # The package expects torch's shape, which counts pairs of F4.
-        size = int(np.prod(shape, dtype=object)) * BITS["U8" if dtype == "F4" else dtype]
-        specs[name] = safetensors.TensorSpec(
+    specs = {
+        name: safetensors.TensorSpec(
             dtype=FRAMEWORK_NAMES[dtype],
-            shape=shape,
+            shape=framework_shape(dtype, shape),
             data_ptr=memory.ctypes.data,
-            data_len=size // 8,
+            data_len=int(np.prod(shape, dtype=object)) * BITS[dtype] // 8,
         )
+        for name, (dtype, shape) in tensors.items()
+    }
     return safetensors.serialize(specs, metadata)
 
 
 def test_a_built_header_equals_safetensors_to_the_byte():
     rng = random.Random("builds")
-    memory = np.zeros(1 << 24, np.uint8)
-    written = 0
+    memory = np.zeros(1 << 22, np.uint8)
     for _ in range(200):
-        tensors = {
-            name: (dtype, shape if dtype != "F4" else (shape or (2,)))
-            for name, (dtype, shape) in random_tensors(rng).items()
-        }
+        tensors = random_tensors(rng)
         # Without tensors safetensors 0.8.0 writes {},"__metadata__":{}}, which it refuses
         # to read.
         metadata = random_metadata(rng) if tensors else None
-        listed = [
-            (name, dtype, header_shape(dtype, shape))
-            for name, (dtype, shape) in tensors.items()
-        ]
+        listed = [(name, *each) for name, each in tensors.items()]
         header, layout = build(listed, metadata)
         expected = serialized(tensors, metadata, memory)
         assert header == expected[: len(header)]
         assert len(header) + layout.data_bytes == len(expected)
         assert layout == parse(header[8:], len(expected))
-        assert layout.data_start == len(header)
-        written += len(tensors)
-    assert written > 500
-
-
-def test_empty_metadata_of_no_tensors_can_be_read():
-    header, layout = build([], {})
-    assert parse(header[8:], len(header)) == layout
-    assert difference(header) is None
-
-
-def test_several_keys_of_metadata_equal_safetensors():
-    metadata = {f"key {n}": f"value {n}" for n in range(9)}
-    header, layout = build([], metadata)
-    theirs = safetensors.serialize({}, metadata)
-    assert len(header) == len(theirs)
-    assert json.loads(header[8:]) == json.loads(theirs[8:])
-    assert parse(header[8:], len(header)).metadata == layout.metadata == metadata
+    several = {f"key {n}": f"value {n}" for n in range(9)}
+    header, _ = build([], several)
+    assert len(header) == len(safetensors.serialize({}, several))
+    assert parse(header[8:], len(header)).metadata == several
 
 
 def test_pages_come_first_and_begin_at_pages():
@@ -239,23 +359,22 @@ def test_pages_come_first_and_begin_at_pages():
     whole_pages = 0
     for _ in range(100):
         listed = [
-            (name, dtype, header_shape(dtype, (*shape, 2)))
+            (name, dtype, (*shape, 8))
             for name, (dtype, shape) in random_tensors(rng).items()
         ]
         metadata = random_metadata(rng)
         header, layout = build(listed, metadata, align=PAGE)
         assert len(header) % PAGE == 0
         content = header + bytes(layout.data_bytes)
-        assert layout == parse(header[8:], len(content))
-        if len(content) < 1 << 22:
-            assert difference(content) is None
-        sizes = [each.end - each.begin for each in layout.tensors]
-        paged = [size % PAGE == 0 for size in sizes]
+        assert layout == layout_of(content)
+        assert read_by_nvmeio(content) == read_by_safetensors(content)
+        paged = [(each.end - each.begin) % PAGE == 0 for each in layout.tensors]
         assert paged == sorted(paged, reverse=True)
         for each, is_paged in zip(layout.tensors, paged, strict=True):
             assert not is_paged or each.begin % PAGE == 0
             whole_pages += is_paged and each.end > each.begin
         assert {each[:3] for each in layout.tensors} == {*listed}
+        # Otherwise the order is that of safetensors.
         order = {each.name: place for place, each in enumerate(build(listed)[1].tensors)}
         for kind in (True, False):
             places = [
@@ -264,67 +383,42 @@ def test_pages_come_first_and_begin_at_pages():
                 if is_paged == kind
             ]
             assert places == sorted(places)
-    assert whole_pages > 50
+    assert whole_pages > 30
 
 
-@pytest.mark.parametrize("align", [0, 1, 16, 512, 8192, None])
+@pytest.mark.parametrize(
+    ("tensor", "metadata", "error", "words"),
+    [
+        ((1, "U8", (1,)), None, TypeError, "1 is the name"),
+        (("\ud800", "U8", (1,)), None, UnicodeEncodeError, "surrogates"),
+        (("__metadata__", "U8", (1,)), None, SafetensorError, "reserves"),
+        (("a", "F128", (1,)), None, SafetensorError, "F128"),
+        (("a", "U8", (-1,)), None, SafetensorError, "-1"),
+        (("a", "U8", (1.0,)), None, TypeError, "float"),
+        (("a", "U8", (2**64,)), None, SafetensorError, "overflow"),
+        (("a", "F64", (2**60,)), None, SafetensorError, "overflow"),
+        (("a", "F4", ()), None, SafetensorError, "byte boundary"),
+        (("a", "U8", (1,)), {"a": 1}, TypeError, "metadata has 1"),
+        (("a", "U8", (1,)), {1: "a"}, TypeError, "metadata has 1"),
+        (("a", "U8", (1,)), {"a": "\ud800"}, UnicodeEncodeError, "surrogates"),
+        (("a", "U8", (1,)), [("a", "b")], TypeError, "list"),
+    ],
+)
+def test_what_cannot_be_read_is_not_written(tensor, metadata, error, words):
+    with pytest.raises(error, match=words):
+        build([tensor], metadata)
+
+
+@pytest.mark.parametrize("count", [1, 0])
+def test_two_tensors_of_one_name_are_not_written(count):
+    with pytest.raises(ValueError, match="two tensors have the name 'a'"):
+        build([("a", "U8", (count,)), ("a", "U8", (count,))])
+
+
+@pytest.mark.parametrize("align", [0, 16, 8192, None, 8.0])
 def test_another_alignment_is_refused(align):
     with pytest.raises(ValueError, match=f"^align is {align}; it must be 8 or 4096$"):
         build([], align=align)
-
-
-# Arguments of build(), and of the package for the same tensors: dtype, shape and metadata,
-# or None if the package writes a file that cannot be read.
-REFUSED = {
-    "a name that is no string": ((1, "U8", (1,)), None),
-    "bytes for a name": ((b"a", "U8", (1,)), None),
-    "a surrogate in a name": (("\ud800", "U8", (1,)), None),
-    "a negative extent": (("a", "U8", (-1,)), None),
-    "a float": (("a", "U8", (1.0,)), None),
-    "too large an extent": (("a", "U8", (2**64,)), None),
-    "too many elements": (("a", "U8", (2**63, 2, 0)), None),
-    "too many bits": (("a", "F64", (2**60,)), None),
-    "half a byte": (("a", "F4", ()), None),
-    "a number in metadata": (("a", "U8", (1,)), {"a": 1}),
-    "a number for a key": (("a", "U8", (1,)), {1: "a"}),
-    "a surrogate in metadata": (("a", "U8", (1,)), {"a": "\ud800"}),
-    "pairs for metadata": (("a", "U8", (1,)), [("a", "b")]),
-}
-
-
-def serialized_as(name, dtype, shape, metadata, size):
-    """Return the file that the package makes of one tensor."""
-    memory = np.zeros(8, np.uint8)
-    spec = safetensors.TensorSpec(
-        dtype=FRAMEWORK_NAMES[dtype],
-        shape=shape,
-        data_ptr=memory.ctypes.data,
-        data_len=size,
-    )
-    return safetensors.serialize({name: spec}, metadata)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_unwritable_tensors_are_refused_with_safetensors_messages(what):
-    (name, dtype, shape), metadata = REFUSED[what]
-    with pytest.raises(Exception) as theirs:  # noqa: PT011, by its words below
-        serialized_as(name, dtype, shape, metadata, 0 if "too many" in what else 1)
-    with pytest.raises(Exception) as ours:  # noqa: PT011
-        build([(name, dtype, shape)], metadata)
-    assert type(ours.value).__name__ == type(theirs.value).__name__
-    wanted = str(theirs.value).removeprefix("argument 'shape': ")
-    assert str(ours.value) == wanted
-
-
-def test_a_header_that_could_not_be_read_is_not_written():
-    with pytest.raises(SafetensorError, match="is named __metadata__"):
-        build([("__metadata__", "U8", (1,))])
-    with pytest.raises(ValueError, match="two tensors have the name 'a'"):
-        build([("a", "U8", (1,)), ("a", "U8", (1,))])
-    with pytest.raises(SafetensorError, match='Unknown dtype "F128" of tensor `a`'):
-        build([("a", "F128", (1,))])
-    with pytest.raises(SafetensorError, match="overflow computing buffer size"):
-        build([(str(n), "U8", (2**61 - 1,)) for n in range(9)])
 
 
 @pytest.mark.parametrize("align", [8, PAGE])
@@ -333,7 +427,7 @@ def test_the_same_limit_applies_to_written_and_read_headers(align):
     room -= (_header.HEADER_BYTES_MAX + 8) % align
     header, _ = build([], {"": "x" * room}, align=align)
     assert header_bytes(header[:8], len(header)) == len(header) - 8
-    with pytest.raises(SafetensorError, match="Error while serializing: header too large"):
+    with pytest.raises(SafetensorError, match="header too large"):
         build([], {"": "x" * (room + 1)}, align=align)
 
 
@@ -341,26 +435,17 @@ def test_the_dtypes_are_those_of_safetensors():
     with pytest.raises(safetensors.SafetensorError) as unknown:
         safetensors.TensorSpec(dtype="float128", shape=(), data_ptr=0, data_len=0)
     assert str(unknown.value).endswith(", ".join(FORMAT_NAMES))
-    with pytest.raises(SafetensorError) as ours:
+    with pytest.raises(SafetensorError, match="float128"):
         header_dtype("float128")
-    assert str(ours.value) == str(unknown.value)
     for name, dtype in FORMAT_NAMES.items():
         spec = safetensors.TensorSpec(dtype=name, shape=(3,), data_ptr=0, data_len=0)
         assert (spec.dtype, tuple(spec.shape)) == (dtype, header_shape(dtype, (3,)))
         assert header_dtype(name) == dtype
         assert framework_shape(dtype, spec.shape) == (3,)
-    known = read_by_nvmeio(file_of(entry_with(dtype='"x"')))[1]
     with pytest.raises(safetensors.SafetensorError) as theirs:
         safetensors.deserialize(file_of(entry_with(dtype='"x"')))
     # This error lists all dtypes, in the order by which tensors are sorted.
-    assert known == str(theirs.value)
-
-
-def sample_of(dtype):
-    """Return a file with a tensor of 24 bytes, and the shape in its header."""
-    shape = (24 * 8 // BITS[dtype],)
-    header, layout = build([("a", dtype, shape)])
-    return header + bytes(layout.data_bytes), shape
+    assert ", ".join(f"`{dtype}`" for dtype in BITS) in str(theirs.value)
 
 
 @pytest.mark.parametrize("dtype", BITS)
@@ -368,9 +453,9 @@ def sample_of(dtype):
 def test_a_dtype_is_handled_as_by_safetensors(dtype, framework, tmp_path):
     if framework == "pt":
         pytest.importorskip("torch")
-    content, shape = sample_of(dtype)
-    (tmp_path / "file").write_bytes(content)
-    ours = theirs = None
+    shape = (24 * 8 // BITS[dtype],)
+    header, layout = build([("a", dtype, shape)])
+    (tmp_path / "file").write_bytes(header + bytes(layout.data_bytes))
     with safetensors.safe_open(tmp_path / "file", framework) as file:
         try:
             tensor = file.get_tensor("a")

@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 
 import safetensors.numpy
 import safetensors.torch
-import torch
 
 import nvmeio
 import nvmeio.safetensors.numpy
@@ -106,12 +105,8 @@ class TestLikeTheirs:
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
     @pytest.mark.parametrize(
         "index",
-        [
-            *(..., S[:], S[0:10], S[2:4], S[:, 1:3], S[::3], 3, -1, (), (..., 1), []),
-            *(S[0:0], (2, 3), S[2:, 20], (0, -6), 10, S[3:2], None, [0, 2], True),
-            *(np.array([2, 0]), np.array([True] * 10), np.array(1), torch.tensor([1, 1])),
-            *((None, S[1:2]), (S[:], [0, 3]), "x", 1.5),
-        ],
+        # test_safetensors_slices.py has all kinds of indices.
+        [..., S[2:4], S[:, 1:3], S[0:0], (2, 3), 10, [0, 2], "x"],
         ids=str,
     )
     def test_slices_equal_theirs(self, mixed, kind, backend, index):
@@ -120,8 +115,6 @@ class TestLikeTheirs:
             safe_open(mixed, kind, backend=backend) as ours,
         ):
             for name in theirs.keys():  # noqa: SIM118
-                if isinstance(index, slice) and index == S[3:2]:
-                    continue
                 expected = outcome(lambda f, n: f.get_slice(n)[index], theirs, name)
                 found = outcome(lambda f, n: f.get_slice(n)[index], ours, name)
                 if isinstance(expected, tuple):
@@ -165,13 +158,6 @@ class TestLikeTheirs:
         del file
         assert opened() == 0
 
-    def test_an_open_python_file_is_accepted(self, mixed):
-        from nvmeio.safetensors import _safe_open_handle
-
-        with open(mixed, "rb") as stream, _safe_open_handle(stream, "np") as file:
-            expected = safetensors.numpy.load_file(mixed)
-            assert bits_of_all(file.get_tensors()) == bits_of_all(expected)
-
     @pytest.mark.parametrize("value", [-1, "1", None, 1.5, True, 2**63])
     def test_the_budget_is_a_number_of_bytes(self, mixed, value):
         with pytest.raises((ValueError, TypeError), match="read_ahead"):
@@ -213,9 +199,7 @@ class TestReadAhead:
         size = sum(array.nbytes for array in arrays.values())
         assert size - EDGES <= direct_bytes(moved) <= size + EDGES
 
-    @pytest.mark.parametrize(
-        "order", [[0, 2, 4, 6], [3, 2, 1, 0], [0, 0, 0], [5, 4, 6, 5], [0, 2, 1, 3]]
-    )
+    @pytest.mark.parametrize("order", [[0, 2, 4, 6], [3, 2, 1, 0], [0, 0, 0], [0, 2, 1, 3]])
     def test_reads_out_of_order_start_no_read_ahead(self, path, order):
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
@@ -236,7 +220,7 @@ class TestReadAhead:
                     file.get_tensor(name)
         assert direct_bytes(moved) <= 1.2 * len(names) * MIB + 8 * MIB
 
-    @pytest.mark.parametrize("part", [S[:10], S[1:], S[:, :5], 3, S[::2]])
+    @pytest.mark.parametrize("part", [S[:10], S[:, :5]])
     def test_reads_of_parts_start_no_read_ahead(self, path, part):
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
@@ -257,7 +241,7 @@ class TestReadAhead:
             assert direct_bytes(moved) <= 3 * MIB + EDGES
 
     @pytest.mark.parametrize("kind", ["np", "pt"])
-    @pytest.mark.parametrize("whole", [S[:], ..., S[0:64], (S[:], S[:]), (...,), ()])
+    @pytest.mark.parametrize("whole", [S[:], ..., (S[:], S[:])])
     def test_a_whole_slice_reads_as_much_as_a_tensor(self, path, arrays, kind, whole):
         cost = []
         for take in ("get_tensor", "get_slice"):
@@ -500,6 +484,8 @@ class TestMany:
             wanted = {n: slice(0, 0) if i == [] else i for n, i in wanted.items()}
         with safe_open(path, kind, direct=direct) as file:
             found = file.get_many(wanted)
+            assert in_flight() == 0
+            assert file.get_many({}) == {}
         assert list(found) == names
         for name, index in wanted.items():
             array = arrays[name]
@@ -509,12 +495,6 @@ class TestMany:
             assert np.array_equal(np.asarray(found[name]), expected)
             if kind == "pt":
                 assert found[name].untyped_storage().nbytes() == found[name].nbytes
-
-    def test_one_submission_leaves_nothing_in_flight(self, path, default_engine):
-        with safe_open(path, "np", direct=True) as file:
-            file.get_many(dict.fromkeys(file.keys(), S[1:5]))
-            assert in_flight() == 0
-            assert file.get_many({}) == {}
 
     @pytest.mark.parametrize("wrong", ["name", "index", "dtype", "shape", "missing"])
     def test_invalid_arguments_are_refused_before_a_read(self, path, wrong):
@@ -565,10 +545,10 @@ class TestMany:
 
 
 def test_arrays_of_many_small_tensors(tmp_path, default_engine):
-    """20,000 tensors, of sizes near boundaries."""
+    """Of sizes near boundaries."""
     sizes = [0, 1, 7, 8, 100, 511, 512, 513, PAGE, PAGE + 1]
     data = np.random.default_rng(0).integers(0, 256, 60_000, np.uint8)
-    arrays = {f"{n:05}": data[n : n + sizes[n % len(sizes)]].copy() for n in range(20_000)}
+    arrays = {f"{n:05}": data[n : n + sizes[n % len(sizes)]].copy() for n in range(2000)}
     safetensors.numpy.save_file(arrays, tmp_path / "model")
     for direct in (True, False):
         found = nvmeio.safetensors.numpy.load_file(tmp_path / "model", direct=direct)

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import resource
 import threading
 from pathlib import Path
 
@@ -189,16 +188,3 @@ def test_parts_die_in_several_threads():
 )
 def test_a_lack_of_memory_is_an_error(fault, said):
     assert run_with_faults("populate", f"madvise:error={fault}").report == said
-
-
-def test_a_limit_of_address_space_is_respected(monkeypatch):
-    from nvmeio._memory import available
-
-    before = available.available_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * PAGE + 100 * MIB, hard))
-    try:
-        assert available.available_bytes() <= min(before, 100 * MIB)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

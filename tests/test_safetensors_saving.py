@@ -153,14 +153,14 @@ class TestFull:
 class TestMode:
     """The mode of a saved file."""
 
-    @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o400, 0o2664])
+    @pytest.mark.parametrize("mode", [0o640, 0o755, 0o400, 0o2664])
     def test_the_mode_of_the_old_file_is_kept(self, old, mode):
         old.chmod(mode)
         save(NEW, old)
         assert old.stat().st_mode & 0o7777 == mode
         assert holds(old, NEW)
 
-    @pytest.mark.parametrize("mask", [0, 0o022, 0o027, 0o077, 0o246])
+    @pytest.mark.parametrize("mask", [0, 0o027, 0o246])
     @pytest.mark.parametrize("sharded", [False, True])
     def test_a_new_file_has_the_mode_of_the_umask(self, tmp_path, mask, sharded):
         path = tmp_path / "model.safetensors"

@@ -24,6 +24,7 @@ from helpers import (
     routes,
 )
 from nvmeio._memory.registry import Export, libraries, register
+from workloads.common import Faults
 
 PIECE = 3 * PAGE
 
@@ -327,6 +328,16 @@ def test_a_failure_is_minus_one_with_errors_status(engine, path):
     path.write_bytes(pattern(10 * PIECE))
     assert handle.read(Device(bytes(10 * PIECE + 1)), path) == -1
     assert handle.last_error.errno == errno.ENODATA
+
+
+@pytest.mark.usefixtures("library")
+def test_an_error_of_closing_the_file_is_raised(handle, faulty):
+    (faulty / "control").touch()
+    Faults(faulty / "control").set(flush={"error": errno.ENOSPC})
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        handle.write(Device(pattern(9 * PIECE)), faulty / "data")
+    assert caught.value.filename == str(faulty / "data")
+    assert left_open(faulty) == []
 
 
 @pytest.mark.parametrize("broken_at", [0, 1, 5])

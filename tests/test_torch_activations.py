@@ -9,7 +9,6 @@ import warnings
 import pytest
 
 from children import run_child, run_with_faults, skip_sanitized
-from ranks import together
 from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -19,12 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from nvmeio.torch import _offload, save_on_disk  # noqa: E402
+from ranks import together  # noqa: E402
 from workloads.activations import (  # noqa: E402
     SMALL,
     bits,
     bytes_on_disk,
     mlp,
     same_bits,
+    train_together,
     transformer,
 )
 
@@ -73,12 +74,10 @@ MODELS = {"mlp": mlp, "transformer": transformer}
 
 @pytest.mark.parametrize("memory", ["0", "300KiB", "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_twenty_steps_equal_those_without_the_context(
-    engine, saving, monkeypatch, name, memory
-):
+def test_steps_equal_those_without_the_context(engine, saving, monkeypatch, name, memory):
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
-    expected = MODELS[name](contextlib.nullcontext, steps=20)
-    assert same_bits(MODELS[name](lambda: saving(memory=memory), steps=20), expected)
+    expected = MODELS[name](contextlib.nullcontext, steps=6)
+    assert same_bits(MODELS[name](lambda: saving(memory=memory), steps=6), expected)
 
 
 class Saves(torch.autograd.Function):
@@ -127,23 +126,22 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_layout_comes_back_as_it_was(saving, dtype, layout):
-    numbers = torch.randint(0, 256, (40 * 96 * dtype.itemsize,), dtype=torch.uint8)
-    if dtype == torch.bool:
-        numbers %= 2
-    tensor = LAYOUTS[layout](numbers.view(dtype).view(40, 96))
-    context = saving(min_bytes=1)
-    with context:
-        y = Saves.apply(torch.ones(1, requires_grad=True), tensor)
-        assert bytes_on_disk() > 0
-    expected = bits(tensor), tensor.shape, tensor.stride(), tensor.dtype
-    address = tensor.data_ptr() % 64
-    del tensor
-    y.backward()
-    (found,) = Saves.last
-    assert (bits(found), found.shape, found.stride(), found.dtype) == expected
-    assert found.data_ptr() % 64 == address
+def test_every_layout_comes_back_as_it_was(saving, layout):
+    for dtype in DTYPES:
+        numbers = torch.randint(0, 256, (40 * 96 * dtype.itemsize,), dtype=torch.uint8)
+        if dtype == torch.bool:
+            numbers %= 2
+        tensor = LAYOUTS[layout](numbers.view(dtype).view(40, 96))
+        with saving(min_bytes=1):
+            y = Saves.apply(torch.ones(1, requires_grad=True), tensor)
+            assert bytes_on_disk() > 0
+        expected = bits(tensor), tensor.shape, tensor.stride(), tensor.dtype
+        address = tensor.data_ptr() % 64
+        del tensor
+        y.backward()
+        (found,) = Saves.last
+        assert (bits(found), found.shape, found.stride(), found.dtype) == expected
+        assert found.data_ptr() % 64 == address
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 30])
@@ -207,12 +205,12 @@ def chain(x, *, count=8, storages=None):
     return y.sum()
 
 
-@pytest.mark.parametrize("mebibytes", [2, 7, 40])
+@pytest.mark.parametrize("mebibytes", [2, 40])
 def test_the_process_grows_by_memory_and_the_needs_of_a_step(tmp_path, mebibytes):
     skip_sanitized("keep memory that was freed")
     grown = run_child("grow_by_memory", folder=str(tmp_path), mebibytes=mebibytes).report
     # The 64 MiB of `memory`, some tensors of the step, twice the amount that is freed at a
-    # time, and 32 MiB for everything else; without the context it is 1536 MiB.
+    # time, and 32 MiB for everything else; without the context it is 768 MiB.
     assert grown <= 64 + 6 * mebibytes + 64 + 32
 
 
@@ -331,20 +329,6 @@ def test_a_change_in_place_raises_torchs_own_error(saving, memory, change, size)
                 CHANGES[change](y)
             with pytest.raises(RuntimeError, match=words):
                 z.sum().backward()
-
-
-@pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"counted by hand"}))
-def test_save_on_cpu_gives_wrong_gradients_after_a_change_in_place(change):
-    x = torch.randn(4000, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu():
-        y = x.exp()
-        z = y * 1
-        right = y.detach().clone()
-        with torch.no_grad():
-            CHANGES[change](y)
-    z.sum().backward()
-    assert torch.equal(x.grad, y)
-    assert not torch.equal(x.grad, right)
 
 
 @pytest.mark.parametrize("size", [4, 4000])
@@ -516,26 +500,19 @@ def test_copies_of_weights_by_autocast_go_to_disk(saving):
     assert same_bits(found, expected)
 
 
-def test_double_backward_works(saving):
-    def step():
-        x = torch.randn(4000, requires_grad=True)
-        y = (x.sin() * x.exp()).sum()
-        (grad,) = torch.autograd.grad(y, x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
-        return grad, second, *torch.autograd.grad(second.sum(), x)
-
-    found, expected = both(saving, step)
-    assert same_bits(found, expected)
-
-
-def test_double_backward_after_the_context_works(saving):
+@pytest.mark.parametrize("inside", [True, False])
+def test_double_backward_works(saving, inside):
     def step(context):
         torch.manual_seed(0)
         x = torch.randn(4000, requires_grad=True)
-        with context:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context)
             y = (x.sin() * x.exp()).sum()
-        (grad,) = torch.autograd.grad(y, x, create_graph=True)
-        return grad, *torch.autograd.grad(grad.square().sum(), x)
+            if not inside:
+                stack.close()
+            (grad,) = torch.autograd.grad(y, x, create_graph=True)
+            (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+            return grad, second, *torch.autograd.grad(second.sum(), x)
 
     assert same_bits(step(saving()), step(contextlib.nullcontext()))
 
@@ -800,7 +777,7 @@ def test_vmap_and_forward_mode_work(saving):
     assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_functions_inside_work(tmp_path, backend):
     # The compiler has its own threads and files.
     def saving():
@@ -858,7 +835,6 @@ def test_batch_norm_trains_as_without_the_context(saving):
         ({"min_bytes": 1.5}, TypeError, "min_bytes is 1.5; it must be a number"),
         ({"min_bytes": True}, TypeError, "min_bytes is True"),
         ({"min_bytes": None}, TypeError, "min_bytes is None"),
-        ({"min_byte": 1}, TypeError, "did you mean 'min_bytes'"),
         ({"folder": 3.5}, TypeError, "path is 3.5"),
     ],
 )
@@ -883,9 +859,8 @@ def test_a_missing_folder_is_named(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ddp_on_gloo_works(tmp_path, size):
-    for report in together(tmp_path, "train_together", size, folder=str(tmp_path)):
+def test_ddp_on_gloo_works(tmp_path):
+    for report in together(tmp_path, train_together, 2, folder=str(tmp_path)):
         assert report == {"same": True, "on disk": True}
 
 
@@ -908,26 +883,20 @@ def test_ctrl_c_leaves_nothing_in_flight(faulty, when):
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"),
-    [("pwrite64:error=ENOSPC:when=3+", "ENOSPC"), ("pwrite64:error=EIO:when=3+", "EIO")],
+    ("fault", "name", "where"),
+    [
+        ("pwrite64:error=ENOSPC:when=3+", "ENOSPC", "forward"),
+        ("pread64:error=EIO:when=2+", "EIO", "backward"),
+    ],
 )
-def test_a_failing_drive_is_an_error_of_the_step(tmp_path, fault, name):
+def test_a_failing_drive_is_an_error_of_the_step(tmp_path, fault, name, where):
     report = run_with_faults(
         "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
     ).report
-    assert report["outcome"] == name
-    assert report["filename"] == str(tmp_path)
+    assert (report["outcome"], report["where"]) == (name, where)
     assert report["left"] == 0
-
-
-def test_a_failed_read_is_an_error_of_the_backward_pass(tmp_path):
-    fault = "pread64:error=EIO:when=2+"
-    report = run_with_faults(
-        "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
-    ).report
-    assert report["outcome"] == "EIO"
-    assert report["where"] == "backward"
-    assert report["left"] == 0
+    if where == "forward":
+        assert report["filename"] == str(tmp_path)
 
 
 def test_bfloat16_under_autocast_works(tmp_path):

@@ -330,18 +330,6 @@ class TestTokenDataset:
             assert handle.stats()["requests"] == 3 + 1
             stream.close()
 
-    def test_few_of_many_shards_are_open(self, tmp_path):
-        dataset, samples = shards_of(tmp_path, [9] * 300)
-        counts = [len(descriptors_below(tmp_path))]
-        batches = [range(600), range(599, -1, -1), range(0, 600, 7)]
-        for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
-            assert_equal(found, default_collate([samples[index] for index in batch]))
-            counts.append(len(descriptors_below(tmp_path)))
-        # Each shard has up to two descriptors, and a request closes its file a moment late.
-        assert max(counts) <= 2 * 128 + 20
-        dataset.close()
-        assert left_open(tmp_path) == []
-
     def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
         path, values = tokens
         expected = TokenDataset(path, 16, np.uint16, offset=200)
@@ -392,10 +380,9 @@ class TestTokenDataset:
         with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
             assert len(TokenDataset(array, 16)) == 89 // 16
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_loader_returns_every_window_of_shards(self, tmp_path, workers):
+    def test_a_loader_returns_every_window_of_shards(self, tmp_path):
         dataset, expected = shards_of(tmp_path, [20, 3, 40])
-        loader = DataLoader(dataset, 9, num_workers=workers)
+        loader = DataLoader(dataset, 9, num_workers=2)
         x, y = map(torch.cat, zip(*loader, strict=True))
         assert_equal([x, y], default_collate(expected))
 
@@ -532,9 +519,8 @@ class TestProcesses:
         monkeypatch.chdir("/")
         assert_equal(pickle.loads(pickle.dumps(dataset))[3], dataset[3])
 
-    @pytest.mark.parametrize("kind", [ArrayDataset, TokenDataset])
-    def test_a_worker_refuses_a_file_that_was_replaced(self, labels, kind):
-        dataset = kind(labels) if kind is ArrayDataset else kind(labels, 5)
+    def test_a_worker_refuses_a_file_that_was_replaced(self, labels):
+        dataset = TokenDataset(labels, 5)
         loader = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn")
         expected = list(loader)
         nvmeio.save(labels, -np.arange(COUNT))
@@ -570,32 +556,26 @@ class TestProcesses:
         ("method", "engine"),
         [
             *(("fork", engine) for engine in ENGINES),
-            # Spawned workers, which are slow to start, inherit nothing of their parent's
-            # engine.
-            ("forkserver", "auto"),
+            # Spawned workers inherit nothing of their parent's engine.
             ("spawn", "auto"),
         ],
     )
-    def test_eight_workers_read_every_row_once_an_epoch(self, tmp_path, method, engine):
+    def test_workers_read_every_row_once_an_epoch(self, tmp_path, method, engine):
+        # Spawned workers are slow to start.
+        workers = 4 if method == "fork" else 2
         outcome = run_child(
-            "load_with_workers", folder=str(tmp_path), method=method, engine=engine
+            "load_with_workers",
+            folder=str(tmp_path),
+            method=method,
+            engine=engine,
+            workers=workers,
         )
         assert outcome.status == 0, outcome
         (report,) = outcome.reports
         assert engine in (report["engine"], "auto")
-        assert report["readers"] == 8
+        assert report["readers"] == workers
         assert report["open_there"] == [report["open_here"]]
         assert report["left_open"] == []
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_loader_returns_every_window(self, tokens, workers):
-        path, values = tokens
-        dataset = TokenDataset(path, 8, np.uint16, stride=1)
-        loader = DataLoader(dataset, 50, num_workers=workers)
-        x, y = map(torch.cat, zip(*loader, strict=True))
-        windows = np.lib.stride_tricks.sliding_window_view(values.astype(np.int64), 9)
-        np.testing.assert_array_equal(x, windows[:, :-1])
-        np.testing.assert_array_equal(y, windows[:, 1:])
 
 
 DATASETS = {
@@ -648,34 +628,6 @@ class TestBatchStream:
                     assert [key for key, _ in one] == [key for key, _ in other]
                     one, other = [value for _, value in one], [value for _, value in other]
                 assert_equal(one, other)
-
-    def test_samplers_of_torch_are_accepted(self, file, rows):
-        dataset = ArrayDataset(file)
-        stream = BatchStream(dataset, BatchSampler(SequentialSampler(dataset), 25, False))
-        assert_equal(torch.cat(list(stream)), torch.from_numpy(rows))
-        shuffled = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 25, True))
-        assert [len(batch) for batch in shuffled] == [25] * 4
-        assert repr(stream) == f"<nvmeio.torch.BatchStream of {dataset!r}, depth=2>"
-
-    @pytest.mark.parametrize("kind", ["stream", "loader"])
-    def test_ranks_share_the_rows(self, labels, kind):
-        dataset = ArrayDataset(labels)
-        found = []
-        for epoch in range(2):
-            ranks = []
-            for rank in range(4):
-                sampler = DistributedSampler(dataset, 4, rank, shuffle=True, seed=3)
-                sampler.set_epoch(epoch)
-                if kind == "stream":
-                    batches = BatchStream(dataset, BatchSampler(sampler, 10, False))
-                else:
-                    batches = DataLoader(dataset, 10, sampler=sampler)
-                ranks.append(torch.cat(list(batches)))
-            found.append(torch.cat(ranks))
-            # The sampler repeats a row, so that all ranks have the same number.
-            assert len(found[-1]) == COUNT + 1
-            assert set(found[-1].tolist()) == set(range(COUNT))
-        assert not torch.equal(*found)
 
     def test_the_next_batches_are_read_ahead(self, file):
         with nvmeio.Handle() as handle:
@@ -796,11 +748,6 @@ class TestBatchStream:
         for dataset in (Negative(labels), Part(ArrayDataset(labels), range(5))):
             with pytest.raises(TypeError, match="which batches of a stream do not"):
                 BatchStream(dataset, [[0]])
-
-    def test_a_batch_is_collated_as_samples_are(self, file, labels):
-        dataset = ArrayDataset(file, labels)
-        (batch,) = BatchStream(dataset, [[7, 3]])
-        assert_equal(batch, default_collate(dataset.__getitems__([7, 3])))
 
     def test_collate_fn_makes_the_batches_of_samples(self, file, labels):
         dataset = ArrayDataset(file, labels)
@@ -965,7 +912,7 @@ class TestResume:
             rest = list(Training(labels, make, state).epochs(3))
             assert rest == expected[given:], given
 
-    @pytest.mark.parametrize("name", SAMPLERS)
+    @pytest.mark.parametrize("name", ["seeded", "eager", "own state"])
     def test_a_second_resume_continues_the_first(self, labels, name):
         make = SAMPLERS[name]
         torch.manual_seed(0)
@@ -1113,18 +1060,6 @@ class TestResume:
         by_own.load_state_dict(restored["stream"])
         for again in (by_dcp, by_own):
             assert [batch.tolist() for batch in again] == expected
-
-    def test_another_process_resumes(self, labels, tmp_path):
-        dataset = ArrayDataset(labels)
-        stream = BatchStream(dataset, SAMPLERS["global"](dataset))
-        batches = iter(stream)
-        for _ in range(6):
-            next(batches)
-        torch.save(stream.state_dict(), tmp_path / "state.pt")
-        expected = [batch.tolist() for batch in batches]
-        outcome = run_child("resume_stream", folder=str(tmp_path))
-        assert outcome.status == 0, outcome
-        assert outcome.reports == [expected]
 
     def test_an_unused_iterator_does_not_consume_the_state(self, labels):
         """A DataLoader may call iter() twice, and use only the second iterator."""

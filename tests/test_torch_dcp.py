@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from children import Child
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -33,6 +32,7 @@ from nvmeio.torch.dcp import (
     _writing,
 )
 from ranks import together
+from workloads import dcp as work
 
 READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
 WRITERS = {"nvmeio": FileSystemWriter, "torch": dcp.FileSystemWriter}
@@ -465,12 +465,12 @@ def test_async_save_works(tmp_path):
     assert same(load(tmp_path, zeroed(state)), state)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (3, 2)])
 def test_ranks_load_checkpoints_of_more_or_fewer_ranks(tmp_path, saved, loaded):
     folder = str(tmp_path / "checkpoint")
     options = {"folder": folder, "seed": 5}
-    assert together(tmp_path, "save_together", saved, **options) == ["saved"] * saved
-    for found in together(tmp_path, "load_together", loaded, **options):
+    together(tmp_path, work.save_together, saved, **options)
+    for found in together(tmp_path, work.load_together, loaded, **options):
         assert found["wrong"] == []
         assert found["said"] == [5, [0.9, 0.99]]
         assert found["share"] <= found["read"] <= 1.1 * found["share"]
@@ -480,11 +480,11 @@ def test_ranks_without_collectives_save_separate_files(tmp_path):
     folder = tmp_path / "checkpoint"
     for seed in (4, 5):
         options = {"folder": str(folder), "seed": seed, "collectives": False}
-        together(tmp_path, "save_together", 2, **options)
+        together(tmp_path, work.save_together, 2, **options)
     names = sorted(re.sub("_[0-9a-f]{8}_", "_x_", name) for name in os.listdir(folder))
     shards = [f"__{rank}_x_0.distcp" for rank in range(2)]
     assert names == sorted([*shards, "__0.metadata", "__1.metadata"])
-    for found in together(tmp_path, "load_together", 2, folder=str(folder), seed=5):
+    for found in together(tmp_path, work.load_together, 2, folder=str(folder), seed=5):
         assert found["wrong"] == []
         assert found["said"] == [5, [0.9, 0.99]]
 
@@ -505,8 +505,8 @@ def test_a_single_rank_does_not_save_over_a_checkpoint_of_all(tmp_path):
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     options = {"folder": str(tmp_path / "checkpoint"), "failing": 1}
-    found = together(tmp_path, "save_and_fail", 3, **options)
-    assert found == [["CheckpointException", True]] * 3
+    found = together(tmp_path, work.save_and_fail, 2, **options)
+    assert found == [["CheckpointException", True]] * 2
     assert not (tmp_path / "checkpoint" / ".metadata").exists()
 
 
@@ -532,7 +532,7 @@ def test_a_staged_state_is_independent_of_the_original(tmp_path, stager):
 
 
 def test_staged_memory_is_returned_to_the_pool(tmp_path):
-    found = Child("stage_again_and_again", folder=str(tmp_path)).finish().report
+    (found,) = together(tmp_path, work.stage_again_and_again, 1, folder=str(tmp_path))
     assert found["held"] == [True] * 3
     assert found["given back"] == [True] * 3
     assert found["right"]
@@ -545,10 +545,9 @@ def test_a_lazy_conjugate_is_resolved_when_staged():
 
 def test_a_rank_reserves_only_the_space_it_needs(tmp_path):
     folder = str(tmp_path / "checkpoint")
-    sizes = together(tmp_path, "reserved_together", 2, folder=folder)
+    sizes = together(tmp_path, work.reserved_together, 2, folder=folder)
     assert all(0 < size < 1.5 * (4 << 20) for size in sizes)
 
 
-def test_staging_works_with_a_full_pool():
-    found = Child("stage_without_pool", env={"NVMEIO_POOL_BYTES": "2M"}).finish()
-    assert found.report == [True, True]
+def test_staging_works_with_a_full_pool(tmp_path):
+    assert together(tmp_path, work.stage_without_pool, 1) == [[True, True]]

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 # Imported after the check, because the module needs torch.
 import nvmeio  # noqa: E402
 from helpers import pattern  # noqa: E402
-from nvmeio.torch import BatchStream, MDSDataset  # noqa: E402
+from nvmeio.torch import MDSDataset  # noqa: E402
 
 SIZES = {"int": 8, "uint8": 1, "float16": 2, "ndarray:float32:2": 8}
 
@@ -92,13 +92,6 @@ class TestSamples:
         folder, expected = data
         assert MDSDataset(folder.parent, "data")[3] == expected[3]
 
-    def test_repr_and_close_work(self, data):
-        with MDSDataset(data[0]) as dataset:
-            assert repr(dataset).endswith("and 1 more shape=(20,) dtype=object>")
-            dataset[0]
-        with pytest.raises(ValueError, match=r"shard\.00000\.mds'.* is closed"):
-            dataset[0]
-
     @pytest.mark.parametrize(
         "kinds", ["int bytes uint8", "bytes int", "int bytes", "int uint8", "bytes int str"]
     )
@@ -112,12 +105,6 @@ class TestSamples:
         dataset = MDSDataset(write(tmp_path, [(shard_bytes([sample] * 3), 3)], columns))
         expected = {kind: values[kind] for kind in kinds.split()}
         assert dataset.__getitems__([2, 0, 2]) == [expected] * 3
-
-    def test_a_batch_is_one_gather_per_shard(self, data):
-        dataset = MDSDataset(data[0])
-        before = nvmeio.default_handle().stats()["requests"]
-        dataset.__getitems__([1, 16, 4, 15, 2])
-        assert nvmeio.default_handle().stats()["requests"] == before + 2
 
     def test_more_shards_than_open_files_are_read(self, tmp_path):
         expected = make(tmp_path, [1, 2] * 100)
@@ -167,32 +154,6 @@ class TestSamples:
 
 
 class TestLoaders:
-    @pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
-    def test_an_epoch_has_each_sample_once(self, data, workers, start):
-        folder, expected = data
-        loader = torch.utils.data.DataLoader(
-            MDSDataset(folder),
-            batch_size=3,
-            shuffle=True,
-            num_workers=workers,
-            collate_fn=list,
-            multiprocessing_context=start,
-        )
-        found = [sample for batch in loader for sample in batch]
-        assert found != expected
-        assert sorted(found, key=lambda sample: sample["number"]) == expected
-
-    def test_batches_are_read_ahead(self, data):
-        folder, expected = data
-        first, second = BatchStream(MDSDataset(folder), [[3, 17], [5]])
-        assert first["number"].tolist() == [3, 17]
-        assert second["content"] == [expected[5]["content"]]
-
-    def test_a_transform_is_applied(self, data):
-        dataset = MDSDataset(data[0], transform=lambda sample: -sample["number"])
-        assert dataset[5] == -5
-        assert dataset.__getitems__([5, 6]) == [-5, -6]
-
     def test_a_dataset_is_pickled_with_absolute_paths(self, data, monkeypatch):
         folder, expected = data
         monkeypatch.chdir(folder.parent)

@@ -144,19 +144,13 @@ def test_a_worker_raises_an_os_error_too(records):
     assert str(again) == str(caught.value)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_was_replaced_is_named(records, workers):
+def test_a_file_that_was_replaced_is_named(records):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)
     other = records.path.with_name("other")
     other.write_bytes(bytes(len(records.content)))
     os.replace(other, records.path)
-    loader = DataLoader(
-        dataset,
-        num_workers=workers,
-        multiprocessing_context="spawn" if workers else None,
-    )
     with pytest.raises(OSError, match=r"was replaced .*records"):
-        next(iter(loader))
+        dataset[0]
 
 
 def test_repr_and_close_work(tmp_path):
@@ -305,14 +299,6 @@ def test_a_stream_collates_what_the_transform_returns(records):
     ]
 
 
-def test_an_abandoned_stream_leaves_nothing_in_flight(records):
-    dataset = RecordDataset(records.path, records.offsets, records.sizes)
-    stream = iter(BatchStream(dataset, [[4], [4], [4], [4]], 3))
-    next(stream)
-    stream.close()
-    assert nvmeio.default_handle().pending == 0
-
-
 def test_threads_share_a_dataset(tmp_path):
     shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(3)]
     dataset = RecordDataset(
@@ -336,7 +322,7 @@ def test_threads_share_a_dataset(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_share_the_index(tmp_path, method):
     outcome = run_child("load_records_with_workers", folder=str(tmp_path), method=method)
     assert outcome.status == 0, outcome

@@ -1,4 +1,4 @@
-"""nvmeio.torch.save, load and open_stream: torch's own files, complete or unchanged."""
+"""nvmeio.torch.save and load: torch's own files, complete or unchanged."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ import torch
 import nvmeio
 import nvmeio.torch
 from helpers import MIB
-from nvmeio.torch import open_stream, serialization
+from nvmeio.torch import serialization
 from workloads.common import Faults
 
 
@@ -36,9 +36,6 @@ def state():
         "parameter": torch.nn.Parameter(torch.ones(3)),
         "epoch": 3,
     }
-
-
-LEGACY = {"_use_new_zipfile_serialization": False}
 
 
 def same(one, other):
@@ -331,21 +328,18 @@ def test_a_script_module_is_loaded(path):
     assert torch.equal(found(torch.ones(3)), module(torch.ones(3)))
 
 
-def test_open_stream_returns_a_file(path):
-    with open_stream(path, "wb") as stream:
-        assert isinstance(stream, nvmeio.File)
-        torch.save({"x": torch.arange(MIB)}, stream)
-    with open_stream(path, "rb") as stream:
-        assert torch.equal(torch.load(stream)["x"], torch.arange(MIB))
-    with pytest.raises(TypeError, match="'dirct'; did you mean 'direct'"):
-        open_stream(path, dirct=False)
+def test_torch_writes_and_reads_a_file(path):
+    with nvmeio.File(path, "w") as file:
+        torch.save({"x": torch.arange(MIB)}, file)
+    with nvmeio.File(path) as file:
+        assert torch.equal(torch.load(file)["x"], torch.arange(MIB))
 
 
 def test_a_short_write_of_a_stream_loses_nothing(faulty, default_engine):
     path = faulty / "stream"
     path.touch()
     Faults(path).set(write={"short": 5000, "times": 20})
-    with open_stream(path, "wb") as stream:
+    with nvmeio.File(path, "w") as stream:
         stream.write(b"x" * (3 * MIB))
         stream.write(b"y" * 100_000)
     Faults(path).set()
@@ -357,7 +351,7 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
     path = faulty / "stream"
     path.touch()
     Faults(path).set(write={"full_at": 100})
-    with open_stream(path, "wb") as stream:
+    with nvmeio.File(path, "w") as stream:
         stream.write(b"12345")
         with pytest.raises(OSError, match=re.escape(str(path))):
             stream.write(b"x" * size)

@@ -73,13 +73,13 @@ def test_slots_larger_than_the_limit_are_not_kept_in_memory(tmp_path):
         assert file.held == 0
 
 
-@pytest.mark.parametrize("memory", [0, SIZE, 5 * SIZE, 1 << 30])
+@pytest.mark.parametrize("memory", [0, 5 * SIZE, 1 << 30])
 def test_any_order_gives_the_right_bytes_within_memory(engine, folder, memory, monkeypatch):
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
     draw = random.Random(memory)
     file = SlotFile(str(folder), memory)
     slots = {}
-    for number in range(400):
+    for number in range(150):
         what = draw.random()
         if what < 0.4 or not slots:
             size = draw.choice([1, 4095, 4096, 4097, SIZE])

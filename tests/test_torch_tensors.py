@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import ENGINES, routes
+from helpers import routes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -32,21 +32,11 @@ DTYPES = sorted(
 )
 
 
-# For tests that depend on the engine; most tests here do not.
-EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES, scope="module")
-
-
 @pytest.fixture(scope="module")
-def engine():
-    """The engine of tests that do not use every engine."""
-    return "auto"
-
-
-@pytest.fixture(scope="module")
-def handle(engine):
-    with nvmeio.Handle(engine=engine) as handle:
+def handle():
+    """A handle of the default engine: memory is the same for all of them."""
+    with nvmeio.Handle() as handle:
         yield handle
-        assert handle.stats()["engine"] == engine or engine == "auto"
 
 
 @pytest.fixture
@@ -95,7 +85,6 @@ def calls_of(function):
         sys.setprofile(None)
 
 
-@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_goes_to_disk_and_back_bit_by_bit(handle, path, dtype):
@@ -109,7 +98,6 @@ def test_every_dtype_goes_to_disk_and_back_bit_by_bit(handle, path, dtype):
     assert (routes(handle) - before).total() == 2 * expected.nbytes
 
 
-@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_views_of_every_dtype_keep_their_bits(handle, path, dtype):
@@ -148,7 +136,6 @@ LAYOUTS = {
 }
 
 
-@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_of_a_view_is_in_c_order(handle, path, layout):
@@ -157,7 +144,6 @@ def test_write_of_a_view_is_in_c_order(handle, path, layout):
     assert path.read_bytes() == view.contiguous().numpy().tobytes()
 
 
-@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"channels last"}))
 def test_a_read_into_a_view_changes_nothing_else(handle, path, layout):
@@ -220,7 +206,6 @@ LAZY = {
 }
 
 
-@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
 def test_lazy_views_are_resolved_by_a_write(handle, path, make):
@@ -454,7 +439,6 @@ def test_a_locked_tensor_lives_as_long_as_its_views(count):
     assert died
 
 
-@EVERY_ENGINE
 def test_a_locked_tensor_is_written_and_read(handle, path):
     source = tensors.locked_tensor(5000, torch.zeros(1, dtype=torch.float16))
     source.copy_(torch.arange(5000))

@@ -1,13 +1,6 @@
-"""Names in code font become links to the reference.
+"""Names in code font become links to the reference, in which every public name must be."""
 
-Every public name must be in it, with an example, and so must the members of classes: an
-example of the class, or of any of its members, calls each method.
-"""
-
-import io
 import pkgutil
-import re
-from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -18,15 +11,12 @@ from sphinx.ext.autodoc.mock import mock
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
-import inventories
-from public_names import public_members, public_modules, public_names
+from public_names import public_modules, public_names
 
 __all__ = ["setup"]
 
 LINKS = (nodes.reference, addnodes.pending_xref, nodes.title)
 LOG = logging.getLogger(__name__)
-# The lines of code in the examples of a docstring.
-_CODE = re.compile(r"^ *(?:>>>|\.\.\.).*", re.MULTILINE)
 
 
 class LinkNames(SphinxPostTransform):
@@ -39,7 +29,6 @@ class LinkNames(SphinxPostTransform):
         """Make references of literals that are not part of one."""
         domains = self.env.domains
         python, c = domains.python_domain.objects, domains.c_domain
-        external = {name for name in inventories.NAMES if "." in name}
         functions = {name for name, _, kind, *_ in c.get_objects() if kind == "function"}
         for literal in [*self.document.findall(nodes.literal)]:
             if isinstance(literal.parent, LINKS):
@@ -47,7 +36,7 @@ class LinkNames(SphinxPostTransform):
             name = literal.astext().removesuffix("()")
             if name in functions:
                 _link(literal, "c", "func", name)
-            elif name in external or name in python:
+            elif name in python:
                 _link(literal, "py", "obj", name)
             # A bare `load` may be of several modules.
             elif f"nvmeio.{name}" in python and ("." in name or name[0].isupper()):
@@ -60,46 +49,18 @@ def _link(literal: nodes.literal, domain: str, role: str, target: str) -> None:
 
 
 def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warn of public names that the reference documents incompletely, or not at all."""
-    entries = {
-        name: entry
-        for name, entry in env.domains.python_domain.objects.items()
-        if not entry.aliased
-    }
+    """Warn of public names that are on no page."""
+    entries = env.domains.python_domain.objects.items()
     with mock(app.config.autodoc_mock_imports):
-        documented = {id(_thing(name)) for name in entries}
+        documented = {id(_thing(name)) for name, entry in entries if not entry.aliased}
         for module in public_modules():
             for name, thing in public_names(module):
                 if id(thing) not in documented:
-                    LOG.warning("%s is public, and on no page of docs/reference", name)
-                if ">>>" not in (thing.__doc__ or ""):
-                    LOG.warning("%s is public, and has no example", name)
-                members = dict(public_members(name, thing)) if name in entries else {}
-                for member in members:
-                    if member not in entries:
-                        LOG.warning("%s is public, and has no docstring", member)
-                for method in _without_example(thing, members):
-                    LOG.warning("%s is public, and in no example of its class", method)
-
-
-def _without_example(kind: Any, members: dict[str, Any]) -> Iterator[str]:
-    """Yield the methods that no example calls, and no other package defines."""
-    bases = getattr(kind, "__mro__", ())
-    foreign = [io.RawIOBase, *(base for base in bases if not _is_ours(base))]
-    documented = "\n".join(str(one.__doc__) for one in [*bases, *members.values()])
-    shown = "\n".join(_CODE.findall(documented))
-    for name, member in members.items():
-        called = name.rpartition(".")[2]
-        # A base class that is mocked does not say which methods it has.
-        is_foreign = any(
-            hasattr(base, called) or hasattr(base, "__sphinx_mock__") for base in foreign
-        )
-        if callable(member) and not is_foreign and f".{called}(" not in shown:
-            yield name
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("nvmeio")
+                    LOG.warning(
+                        "%s is public, and on no page: list it in a .rst file of "
+                        "docs/reference, or take it out of __all__",
+                        name,
+                    )
 
 
 def _thing(name: str) -> Any:

@@ -41,8 +41,24 @@ NVMEIO_API int nvmeio_file_dup(int fd, enum nvmeio_direct direct,
 /* Take another reference, for nvmeio_file_release(). */
 NVMEIO_API void nvmeio_file_retain(struct nvmeio_file *file);
 
-/* Release a reference; the last one closes the file.  NULL is ignored. */
-NVMEIO_API void nvmeio_file_release(struct nvmeio_file *file);
+/* Release a reference; the last one closes the file.  Returns the error of close(2) for
+ * a file that was open for writing, such as -ENOSPC, -EDQUOT or -EIO: its bytes may be
+ * lost.  Returns 0 while there are other references, for files that were only open for
+ * reading, and for NULL.  The file is closed in any case. */
+NVMEIO_API int nvmeio_file_release(struct nvmeio_file *file);
+
+/* Remember a file without keeping it open: it is closed with its last reference, but
+ * its memory stays until nvmeio_file_forget(). */
+NVMEIO_API void nvmeio_file_remember(struct nvmeio_file *file);
+
+/* Undo nvmeio_file_remember(). */
+NVMEIO_API void nvmeio_file_forget(struct nvmeio_file *file);
+
+/* Take another reference to a file that the caller remembers, unless it is closed. */
+NVMEIO_API bool nvmeio_file_try_retain(struct nvmeio_file *file);
+
+/* Whether a file that the caller remembers has references. */
+NVMEIO_API bool nvmeio_file_is_open(const struct nvmeio_file *file);
 
 /* Store what the file permits and needs.  `direct` becomes false if the file has to
  * give up O_DIRECT later. */
@@ -53,7 +69,8 @@ NVMEIO_API void nvmeio_file_get_info(const struct nvmeio_file *file,
  * It is closed with the file. */
 NVMEIO_API int nvmeio_file_fd(struct nvmeio_file *file);
 
-/* Return 1 if `path` leads to this file now, else 0; or -errno of stat(2). */
+/* Return 1 if `path` leads to this file now, else 0; or -errno of stat(2).  A reference
+ * is not needed, if the caller remembers the file. */
 NVMEIO_API int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path);
 
 /* Return the size in bytes now, also of a block device, or -errno. */

@@ -16,6 +16,7 @@ extern "C" {
 struct nvmeio_gather {
     enum nvmeio_op op;        /* NVMEIO_OP_READ gathers, NVMEIO_OP_WRITE scatters */
     struct nvmeio_file *file; /* the request takes a reference of its own */
+    bool pass_file;           /* as for nvmeio_transfer */
     void *address;            /* borrowed until the request is done */
     size_t size;              /* of that memory; see nvmeio_submit_gather() */
     size_t count;             /* of records */

@@ -26,7 +26,6 @@ struct nvmeio_pool_stats {
     uint64_t bytes_locked;  /* of those, locked by mlock(2) */
     uint64_t allocations;   /* so far */
     uint64_t reuses;        /* of those, from memory that was already mapped */
-    uint64_t pools; /* copies of this library in the process, each with a pool */
 };
 
 /* Allocate at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN and

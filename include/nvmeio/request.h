@@ -26,6 +26,7 @@ struct nvmeio_after {
 struct nvmeio_transfer {
     enum nvmeio_op op;
     struct nvmeio_file *file; /* the request takes a reference of its own */
+    bool pass_file;           /* or the caller's, unless an error is returned */
     void *address;            /* borrowed until the request is done; ignored by fsync */
     size_t size;
     int64_t offset;
@@ -56,6 +57,9 @@ struct nvmeio_outcome {
                      * several blocks failed, that of the lowest offset */
     int64_t got;    /* after a failure: bytes transferred from the start; after
                      * -ENODATA, the bytes that the file has there */
+    bool closing;   /* the error is of close(2), after all bytes were transferred: this
+                     * request held the last reference to a file that was open for
+                     * writing, and its bytes may be lost */
     bool abandoned; /* the kernel may still use the memory: never free it */
     size_t
         blocker; /* index in `after` of the request that failed; SIZE_MAX: none did */
@@ -65,7 +69,8 @@ struct nvmeio_outcome {
  * operation that the file was not opened for; -EOVERFLOW; -EXDEV for `after` of another
  * handle; -EOWNERDEAD for one from before a fork), for a closed handle (-EPIPE) and for
  * lack of memory (-ENOMEM).  Errors of the I/O are in the outcome.  An fsync covers
- * every earlier write of this handle to the same file.
+ * every earlier write of this handle to the same file.  A request that holds the last
+ * reference to its file is done only when the file is closed.
  * The caller releases *request.  It is stored before nvmeio_handle_pop() can report the
  * request to another thread. */
 NVMEIO_API int nvmeio_submit(struct nvmeio_handle *handle,
@@ -73,11 +78,12 @@ NVMEIO_API int nvmeio_submit(struct nvmeio_handle *handle,
                              struct nvmeio_request **request);
 
 /* Start many reads, writes and fsyncs as one request, which is done when all of them
- * are.  Returns errors as nvmeio_submit() does, with the index of the first invalid
- * transfer in *offender (SIZE_MAX if the error is not of a transfer); then nothing was
- * started.  The transfers are not ordered, but an fsync covers earlier writes.  A
- * failed one does not affect the others: the outcome's result is the sum of bytes, or
- * the error of the lowest index; `got` then counts the bytes of those that succeeded.
+ * are, and the files that only they held are closed.  Returns errors as nvmeio_submit()
+ * does, with the index of the first invalid transfer in *offender (SIZE_MAX if the
+ * error is not of a transfer); then nothing was started.  The transfers are not
+ * ordered, but an fsync covers earlier writes.  A failed one does not affect the
+ * others: the outcome's result is the sum of bytes, or the error of the lowest index;
+ * `got` then counts the bytes of those that succeeded.
  */
 NVMEIO_API int nvmeio_submit_many(struct nvmeio_handle *handle,
                                   const struct nvmeio_many *many,
@@ -91,9 +97,10 @@ NVMEIO_API size_t nvmeio_request_failures(struct nvmeio_request *request,
 
 /* Carry out a transfer in this thread with pread(2) or pwrite(2), if it is one block of
  * at most 1 MiB that needs no bounce, of a file on a local file system.  Returns 1 with
- * its outcome; 0 if it must be submitted instead; -errno if nvmeio_submit() would fail.
- * Signals do not interrupt it and it has no timeout, but it only waits for a local
- * device.  It counts as a request of the handle.  Ignores `after`. */
+ * its outcome; 0 if it must be submitted instead, with `file` still the caller's;
+ * -errno if nvmeio_submit() would fail. Signals do not interrupt it and it has no
+ * timeout, but it only waits for a local device.  It counts as a request of the handle.
+ * Ignores `after`. */
 NVMEIO_API int nvmeio_perform(struct nvmeio_handle *handle,
                               const struct nvmeio_transfer *transfer,
                               struct nvmeio_outcome *outcome);

@@ -34,11 +34,13 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
     }
 
     uint64_t align = geometry->offset_align;
-    uint64_t edge = align > NVMEIO_EDGE_BYTES ? align : NVMEIO_EDGE_BYTES;
+    uint64_t edge = op == NVMEIO_OP_WRITE       ? geometry->edge
+                    : align > NVMEIO_EDGE_BYTES ? align
+                                                : NVMEIO_EDGE_BYTES;
     uint64_t start = (uint64_t)offset;
     uint64_t stop = start + size;
-    /* A write sends the pages that it does not fill through the page cache. Another
-     * write may change the rest of such a page there. If this one bypassed the page
+    /* A write sends the pages and blocks that it does not fill through the page cache.
+     * Another write may change the rest of one there. If this one bypassed the page
      * cache, the two would overwrite each other's bytes. */
     uint64_t whole = op == NVMEIO_OP_WRITE ? edge : align;
     uint64_t middle = start % whole ? nvmeio_round_up(start, edge) : start;

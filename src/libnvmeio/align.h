@@ -6,8 +6,7 @@
 
 #include <nvmeio/base.h>
 
-/* Writes are split between O_DIRECT and the page cache at multiples of this size, so
- * that a buffered and a direct write never share a page of the page cache. */
+/* No file has a smaller edge (struct nvmeio_geometry). */
 #define NVMEIO_EDGE_BYTES 4096u
 
 enum nvmeio_route {
@@ -21,6 +20,10 @@ struct nvmeio_geometry {
     bool direct;
     uint32_t memory_align; /* powers of two */
     uint32_t offset_align;
+    /* Writes are split between O_DIRECT and the page cache at multiples of this size,
+     * so that a buffered and a direct write never share a page, a block of the file
+     * system or a sector. A power of two, and no smaller than the alignments. */
+    uint32_t edge;
     enum nvmeio_bounce bounce;
 };
 
@@ -64,7 +67,8 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
 void nvmeio_plan_sort(struct nvmeio_plan *plan);
 
 /* Cut the piece of `span` that begins at `position`. It has at most block_bytes, which
- * must be a multiple of NVMEIO_EDGE_BYTES and of the file's alignments. */
+ * must be a multiple of NVMEIO_EDGE_BYTES and of the file's alignments, and of its edge
+ * for a write. */
 void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,
                      size_t position, int64_t offset, uint32_t offset_align,
                      size_t block_bytes);

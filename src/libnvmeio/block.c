@@ -13,23 +13,53 @@
  * byte. */
 #define STALL_NS_MAX 10000000000
 
+/* Whether a block goes past the page cache, unless the file refuses that. */
+static bool is_direct(const struct nvmeio_block *block)
+{
+    return block->piece.route != NVMEIO_ROUTE_BUFFERED &&
+           !atomic_load_explicit(&block->request->file->direct_refused,
+                                 memory_order_relaxed);
+}
+
+static bool claim(struct nvmeio_block *block, bool direct)
+{
+    enum nvmeio_claim_kind kind = block->op == NVMEIO_OP_FSYNC ? NVMEIO_CLAIM_FSYNC
+                                  : direct                     ? NVMEIO_CLAIM_DIRECT
+                                                               : NVMEIO_CLAIM_BUFFERED;
+
+    if (block->op == NVMEIO_OP_READ ||
+        (block->claim.state != NVMEIO_CLAIM_NONE && block->claim.kind == kind))
+        return true;
+    nvmeio_claim_end(&block->claim);
+    return nvmeio_claim_begin(&block->claim, block->request->file->inode, kind,
+                              block->piece.io_offset, block->piece.io_bytes);
+}
+
+bool nvmeio_block_claim_cut(struct nvmeio_block *block)
+{
+    return claim(block, is_direct(block));
+}
+
+bool nvmeio_block_claim(struct nvmeio_block *block)
+{
+    return claim(block, block->fd == block->request->file->direct_fd);
+}
+
 void nvmeio_block_prepare(struct nvmeio_block *block)
 {
     const struct nvmeio_request *request = block->request;
     struct nvmeio_file *file = request->file;
     const struct nvmeio_piece *piece = &block->piece;
-    bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
-                  !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
 
     /* nvmeio_file_fd() rarely has to open anything: the plan usually did. */
-    block->fd = direct                         ? file->direct_fd
+    block->fd = is_direct(block)               ? file->direct_fd
                 : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
                                                : nvmeio_file_fd(file);
     block->result = block->fd;
     block->address = block->bounce ? block->bounce : block->memory;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
-    block->plain = file->fuse;
+    block->aside = file->aside;
     block->moved = 0;
     block->stalled_ns = 0;
     if (block->bounce && block->op == NVMEIO_OP_WRITE)
@@ -46,6 +76,11 @@ static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
     if (landed > 0 && block->op == NVMEIO_OP_READ)
         block->request->ops->deliver(block,
                                      landed < piece->wanted ? landed : piece->wanted);
+    if (block->op == NVMEIO_OP_FSYNC) {
+        const struct nvmeio_file *file = block->request->file;
+        result = nvmeio_inode_synced(file->inode, file->losses, (int)result);
+    }
+    nvmeio_claim_end(&block->claim);
     block->result = result;
     return NVMEIO_BLOCK_FINISHED;
 }

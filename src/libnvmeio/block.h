@@ -19,9 +19,15 @@ enum nvmeio_verdict {
  * handle's mutex, because it may open a file and copy. */
 void nvmeio_block_prepare(struct nvmeio_block *block);
 
-/* Evaluate block->result. A short transfer continues, a transient error is retried, and
- * a bounced read is copied out when the block is finished. Call it without the handle's
- * mutex. */
+/* Claim what a block of a write or an fsync needs of its file, when it is cut, and
+ * again before each push: its way may have changed. Returns whether it may be pushed.
+ * If not, it waits or claims nothing, as block->claim.grant says. */
+bool nvmeio_block_claim_cut(struct nvmeio_block *block);
+bool nvmeio_block_claim(struct nvmeio_block *block);
+
+/* Evaluate block->result. A short transfer continues, a transient error is retried.
+ * When the block is finished, a bounced read is copied out, and its claim ends. Call it
+ * without the handle's mutex. */
 enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block);
 
 /* Add a finished block to the statistics. Its request must still have its file. */

@@ -36,8 +36,10 @@ const struct nvmeio_copy_kernel nvmeio_copy_portable = {
 
 /* In order of preference for large copies. */
 static const struct nvmeio_copy_kernel *const kernels[] = {
-    &nvmeio_copy_avx512, &nvmeio_copy_avx2,     &nvmeio_copy_neon,
-    &nvmeio_copy_movsb,  &nvmeio_copy_portable,
+    &nvmeio_copy_avx512,
+    &nvmeio_copy_avx2,
+    &nvmeio_copy_neon,
+    &nvmeio_copy_portable,
 };
 
 #define KERNEL_COUNT (sizeof(kernels) / sizeof(kernels[0]))

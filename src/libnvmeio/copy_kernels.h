@@ -27,7 +27,6 @@ struct nvmeio_copy_kernel {
  * portable one works everywhere. */
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx512;
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx2;
-extern const struct nvmeio_copy_kernel nvmeio_copy_movsb;
 extern const struct nvmeio_copy_kernel nvmeio_copy_neon;
 extern const struct nvmeio_copy_kernel nvmeio_copy_portable;
 

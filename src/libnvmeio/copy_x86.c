@@ -1,4 +1,4 @@
-/* copy_x86.c -- copies with the vectors of x86-64, and with its string instruction.
+/* copy_x86.c -- copies with the vectors of x86-64.
  *
  * A non-temporal store writes whole cache lines without reading them first, and leaves
  * the caches to others. Each kernel is compiled for its instructions by an attribute,
@@ -7,13 +7,9 @@
 
 #if defined(__x86_64__)
 
-#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
-
-/* Leaf 7 of CPUID: "enhanced REP MOVSB" is bit 9 of EBX (Intel SDM, volume 2). */
-#define ERMS_BIT (1u << 9)
 
 #define NOTHING() ((void)0)
 
@@ -53,12 +49,6 @@
 #define PAGES 4
 #include "copy_steps.h"
 
-/* The processor decides whether to bypass the caches. */
-static void copy_movsb(void *target, const void *source, size_t size)
-{
-    __asm__ volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size) : : "memory");
-}
-
 static bool has_avx512(void)
 {
     return __builtin_cpu_supports("avx512f");
@@ -67,12 +57,6 @@ static bool has_avx512(void)
 static bool has_avx2(void)
 {
     return __builtin_cpu_supports("avx2");
-}
-
-static bool has_fast_movsb(void)
-{
-    unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & ERMS_BIT);
 }
 
 const struct nvmeio_copy_kernel nvmeio_copy_avx512 = {
@@ -89,13 +73,6 @@ const struct nvmeio_copy_kernel nvmeio_copy_avx2 = {
     .stream = stream_avx2,
 };
 
-const struct nvmeio_copy_kernel nvmeio_copy_movsb = {
-    .name = "movsb",
-    .works = has_fast_movsb,
-    .cached = copy_movsb,
-    .stream = copy_movsb,
-};
-
 #else
 
 static bool never(void)
@@ -105,6 +82,5 @@ static bool never(void)
 
 const struct nvmeio_copy_kernel nvmeio_copy_avx512 = {"avx512", never, NULL, NULL};
 const struct nvmeio_copy_kernel nvmeio_copy_avx2 = {"avx2", never, NULL, NULL};
-const struct nvmeio_copy_kernel nvmeio_copy_movsb = {"movsb", never, NULL, NULL};
 
 #endif

@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -48,9 +49,6 @@ static const struct entry entries[] = {
 #define PATIENCE_OTHER_NS 1000000000
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
-/* EINTR this long after the last failure is no failure: the call slept until a signal
- * came. */
-#define SLEPT_NS 1000000000
 
 const char *nvmeio_version(void)
 {
@@ -205,8 +203,56 @@ int nvmeio_engine_start(struct nvmeio_engine *engine,
 
 void nvmeio_engine_stop(struct nvmeio_engine *engine)
 {
+    if (engine->aside) {
+        engine->aside->ops->close(engine->aside);
+        free(engine->aside);
+    }
     engine->ops->close(engine);
     close(engine->wake_fd);
+}
+
+static void start_aside(struct nvmeio_engine *engine)
+{
+    struct nvmeio_engine *aside = malloc(sizeof(*aside));
+
+    if (!aside)
+        return;
+    *aside = (struct nvmeio_engine){
+        .ops = &nvmeio_engine_threads,
+        .depth = engine->depth,
+        .wake_fd = engine->wake_fd,
+        .signals = true,
+    };
+    if (aside->ops->open(aside) == 0)
+        engine->aside = aside;
+    else
+        free(aside);
+}
+
+void nvmeio_engine_push_aside(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    engine->in_flight++;
+    if (!engine->aside)
+        start_aside(engine);
+    if (engine->aside) {
+        engine->aside->ops->push(engine->aside, block);
+        return;
+    }
+    nvmeio_block_perform(block);
+    nvmeio_engine_finish(engine, block);
+}
+
+int nvmeio_engine_collect_aside(struct nvmeio_engine *engine)
+{
+    struct nvmeio_engine *aside = engine->aside;
+    int count = aside ? aside->ops->reap(aside, 0) : 0;
+
+    while (aside && aside->finished) {
+        struct nvmeio_block *block = aside->finished;
+        aside->finished = block->next;
+        nvmeio_engine_finish(engine, block);
+    }
+    return count;
 }
 
 void nvmeio_block_perform(struct nvmeio_block *block)
@@ -228,14 +274,14 @@ void nvmeio_block_perform(struct nvmeio_block *block)
 
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error)
 {
-    bool transient =
-        error == -EINTR || error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
+    bool transient = error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
     int64_t limit_ns = transient ? PATIENCE_TRANSIENT_NS : PATIENCE_OTHER_NS;
-    int64_t now = nvmeio_now_ns();
 
-    bool slept = error == -EINTR && now - patience->last_ns > SLEPT_NS;
-    patience->last_ns = now;
-    if (patience->since_ns == 0 || slept) {
+    /* The kernel refused nothing: a signal came, or a stopped process went on. */
+    if (error == -EINTR)
+        return 0;
+    int64_t now = nvmeio_now_ns();
+    if (patience->since_ns == 0) {
         patience->since_ns = now;
         patience->pause_ns = PAUSE_MIN_NS;
         return 0;

@@ -8,6 +8,7 @@
 #include <semaphore.h>
 
 #include "align.h"
+#include "inode.h"
 #include "records.h"
 #include "waiter.h"
 
@@ -30,11 +31,12 @@ struct nvmeio_block {
     bool data_only; /* an fsync: fdatasync(2) */
     void *address;
     int64_t offset;
-    /* The file is on FUSE, so the io_uring engine carries out the block by pread(2) or
-     * pwrite(2). If FUSE answers short, io_uring itself (Linux 6.18, 2026-11-21)
-     * continues at the wrong place in memory and reports the full length: wrong bytes
-     * without an error. */
-    bool plain;
+    /* The file is on FUSE or the like, where io_uring and libaio wait for each answer
+     * of the server before they send the next request. So threads carry out the block.
+     * If FUSE answers short, io_uring itself (Linux 6.18, 2026-11-21) even continues at
+     * the wrong place in memory and reports the full length: wrong bytes without an
+     * error. */
+    bool aside;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
 
@@ -44,9 +46,12 @@ struct nvmeio_block {
     struct nvmeio_extent extent; /* of a gather or scatter: the extent it belongs to */
     void *bounce;                /* the worker's memory, or NULL */
     enum nvmeio_bounce_kind bounce_kind;
-    size_t moved;       /* of piece.io_bytes */
+    struct nvmeio_claim claim; /* of a write or an fsync */
+    bool parked;               /* it waits for its claim */
+    bool prepared;             /* its descriptor and address are chosen */
+    size_t moved;              /* of piece.io_bytes */
     int64_t stalled_ns; /* when the kernel began to return EAGAIN; 0: it does not */
-    int64_t pushed_ns;  /* when the engine first got it */
+    int64_t pushed_ns;  /* when the engine first got it; 0: never */
     int64_t seen_ns;    /* when the worker saw it among the finished; 0: not yet */
 };
 
@@ -59,8 +64,11 @@ struct nvmeio_engine {
     struct nvmeio_block *finished; /* reap() puts blocks here, the worker takes them */
     uint64_t retries;              /* system calls that had to be repeated */
     int wake_fd;                   /* eventfd of wake() */
-    void *state;                   /* the engine's own */
-    void *faults; /* faults that the test build injects (tests/faults) */
+    bool signals; /* the threads engine: signal wake_fd after each block */
+    struct nvmeio_engine *aside; /* threads for blocks that the kernel would carry out
+                                    one by one; NULL before the first */
+    void *state;                 /* the engine's own */
+    void *faults;                /* faults that the test build injects (tests/faults) */
 };
 
 struct nvmeio_engine_ops {
@@ -112,6 +120,13 @@ void nvmeio_engine_stop(struct nvmeio_engine *engine);
 /* Carry out a block by pread(2), pwrite(2) or fsync(2), and set its result. */
 void nvmeio_block_perform(struct nvmeio_block *block);
 
+/* For engines that ask the kernel: hand a block over to threads, which are started when
+ * they are first needed. Their completions end a reap() that waits. */
+void nvmeio_engine_push_aside(struct nvmeio_engine *engine, struct nvmeio_block *block);
+
+/* Move what they have carried out to `finished`, and return how many blocks. */
+int nvmeio_engine_collect_aside(struct nvmeio_engine *engine);
+
 /* Put a block that has its result first in `finished`. Only engines call this. */
 static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
                                         struct nvmeio_block *block)
@@ -124,14 +139,12 @@ static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
 /* Back-off for a system call that keeps failing. */
 struct nvmeio_patience {
     int64_t since_ns; /* 0: all is well */
-    int64_t last_ns;  /* the latest failure */
     int64_t pause_ns;
 };
 
 /* A call failed with `error` (negative). Sleep a little and return 0 to try again.
- * Return the error if it has lasted too long: 10 s for transient errors (EINTR, EAGAIN,
- * EBUSY, ENOMEM), 1 s for others. A call that slept long before it failed begins a new
- * series. */
+ * Return the error if it has lasted too long: 10 s for transient errors (EAGAIN, EBUSY,
+ * ENOMEM), 1 s for others. EINTR does not count, because the kernel refused nothing. */
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
 
 /* Wait for sem_post(3), even if signals arrive. Use a semaphore to wake one of several

@@ -73,6 +73,10 @@ static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     struct aio *aio = engine->state;
     struct iocb *control = &aio->controls[block->index];
 
+    if (block->aside) {
+        nvmeio_engine_push_aside(engine, block);
+        return;
+    }
     engine->in_flight++;
     if (block->op == NVMEIO_OP_FSYNC && block->data_only)
         io_prep_fdsync(control, block->fd);
@@ -187,6 +191,7 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min)
                 return error;
             continue;
         }
+        nvmeio_engine_collect_aside(engine);
         unsigned count = finished_count(engine);
         /* Sleep only once. A wake-up or a signal may have ended the sleep, and the
          * worker calls reap() again if it still has to wait. */

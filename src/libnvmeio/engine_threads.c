@@ -27,6 +27,7 @@ struct thread_pool {
     unsigned count;  /* all workers */
     unsigned limit;
     bool woken;
+    int signal_fd; /* an eventfd to signal after each block, or -1 */
     pthread_t workers[WORKERS_MAX];
 };
 
@@ -53,6 +54,8 @@ static void *worker_main(void *argument)
         pool->done = block;
         pool->done_count++;
         pthread_cond_broadcast(&pool->change);
+        if (pool->signal_fd >= 0)
+            nvmeio_eventfd_signal(pool->signal_fd);
     }
     pthread_mutex_unlock(&pool->mutex);
     return NULL;
@@ -73,6 +76,7 @@ static int threads_open(struct nvmeio_engine *engine)
 
     if (!pool)
         return -ENOMEM;
+    pool->signal_fd = engine->signals ? engine->wake_fd : -1;
     pool->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
     sem_init(&pool->work, 0, 0);
     pthread_mutex_init(&pool->mutex, NULL);

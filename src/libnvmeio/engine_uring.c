@@ -122,12 +122,11 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
 {
     uint64_t offset = (uint64_t)block->offset;
 
-    engine->in_flight++;
-    if (block->plain) {
-        nvmeio_block_perform(block);
-        nvmeio_engine_finish(engine, block);
+    if (block->aside) {
+        nvmeio_engine_push_aside(engine, block);
         return;
     }
+    engine->in_flight++;
     struct io_uring_sqe *entry = uring_entry(engine);
     if (!entry) {
         /* It was never published, so it can fail like any other I/O. */
@@ -202,10 +201,14 @@ static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;
 
+    /* A wake-up, which a block aside causes too, completes all the polls. */
+    if (wait_min > 1 && engine->aside && engine->aside->in_flight > 0)
+        wait_min = 1;
     uring_arm_wakes(engine, wait_min);
     for (;;) {
         int result = io_uring_submit_and_wait(&uring->ring, wait_min);
         int count = uring_collect(engine, wait_min > 0);
+        count += nvmeio_engine_collect_aside(engine);
         if (result >= 0) {
             uring->patience.since_ns = 0;
             return count;

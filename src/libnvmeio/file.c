@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "fork.h"
+#include "inode.h"
 
 /* Linux 6.1, statx(2). Older headers lack these two fields, so they are read by their
  * offset in the structure, which is part of the kernel's ABI. */
@@ -124,6 +125,32 @@ static int look_at(int fd, struct statx *status)
     return 0;
 }
 
+static bool power_of_two(uint64_t value)
+{
+    return value && (value & (value - 1)) == 0;
+}
+
+/* Note the size of a block, if it is larger than a page. Our bounces suit blocks up to
+ * NVMEIO_OFFSET_ALIGN_MAX, which is the largest of ext4, xfs and btrfs. */
+static void note_block(struct nvmeio_file *file, uint64_t bytes)
+{
+    if (bytes > NVMEIO_OFFSET_ALIGN_MAX)
+        bytes = NVMEIO_OFFSET_ALIGN_MAX;
+    if (power_of_two(bytes) && bytes > file->block_bytes)
+        file->block_bytes = (uint32_t)bytes;
+}
+
+/* Note whether the kernel carries out a direct write to a hole as a buffered one: on
+ * ext4, for files without extents. */
+static void note_holes(struct nvmeio_file *file)
+{
+    long flags = FS_EXTENT_FL;
+
+    file->fills_holes = file->info.writable &&
+                        ioctl(nvmeio_file_any_fd(file), FS_IOC_GETFLAGS, &flags) == 0 &&
+                        !(flags & FS_EXTENT_FL);
+}
+
 /* Find out the file system by its number (statfs(2)). linux/magic.h lacks some of the
  * numbers. */
 static void describe_system(struct nvmeio_file *file)
@@ -134,10 +161,13 @@ static void describe_system(struct nvmeio_file *file)
     do
         error = fstatfs(nvmeio_file_any_fd(file), &system);
     while (error && errno == EINTR);
-    /* Only on FUSE can statfs(2) fail: if the server does not answer. */
-    file->fuse = error || system.f_type == 0x65735546;
+    /* Only on FUSE, of which virtiofs is a kind, can statfs(2) fail: if the server does
+     * not answer. */
+    file->aside = error || system.f_type == 0x65735546 || system.f_type == 0x01021997;
     if (error)
         return;
+    if (system.f_type == 0xef53)
+        note_holes(file);
     switch ((uint32_t)system.f_type) {
     case 0x01021994: /* tmpfs */
         file->in_memory = true;
@@ -150,47 +180,60 @@ static void describe_system(struct nvmeio_file *file)
     case 0x2fc12fc1: /* zfs */
     case 0xca451a4e: /* bcachefs */
         file->local = true;
+        note_block(file, (uint64_t)system.f_bsize);
     }
+}
+
+/* Find out the size of a block device, and of its blocks in the page cache. */
+static int describe_device(struct nvmeio_file *file)
+{
+    int fd = nvmeio_file_any_fd(file), block = 0;
+    uint64_t bytes;
+
+    if (ioctl(fd, BLKGETSIZE64, &bytes))
+        return -errno;
+    file->device_bytes = (int64_t)bytes;
+    file->local = true;
+    if (ioctl(fd, BLKBSZGET, &block) == 0 && block > 0)
+        note_block(file, (uint64_t)block);
+    return 0;
 }
 
 /* Note the properties of a file. Files without offsets, such as pipes, are refused. */
 static int describe(struct nvmeio_file *file, const struct statx *status, int flags)
 {
-    int access = flags & O_ACCMODE;
-    uint64_t bytes;
+    int access = flags & O_ACCMODE, error = 0;
 
     file->info.readable = access != O_WRONLY;
     file->info.writable = access != O_RDONLY;
     file->info.memory_align = 1;
     file->info.offset_align = 1;
     file->device_bytes = -1;
+    file->block_bytes = NVMEIO_EDGE_BYTES;
+    note_block(file, (uint64_t)sysconf(_SC_PAGESIZE));
     if (S_ISBLK(status->stx_mode)) {
         /* No inode here: one device may have several nodes. */
         file->info.device = makedev(status->stx_rdev_major, status->stx_rdev_minor);
-        int error = ioctl(nvmeio_file_any_fd(file), BLKGETSIZE64, &bytes);
-        if (error)
-            return -errno;
-        file->device_bytes = (int64_t)bytes;
-        file->local = true;
-        return 0;
+        error = describe_device(file);
+    } else if (S_ISREG(status->stx_mode)) {
+        file->info.device = makedev(status->stx_dev_major, status->stx_dev_minor);
+        file->info.inode = status->stx_ino;
+        describe_system(file);
+    } else {
+        error = S_ISDIR(status->stx_mode) ? -EISDIR : -EINVAL;
     }
-    if (!S_ISREG(status->stx_mode))
-        return S_ISDIR(status->stx_mode) ? -EISDIR : -EINVAL;
-    file->info.device = makedev(status->stx_dev_major, status->stx_dev_minor);
-    file->info.inode = status->stx_ino;
-    describe_system(file);
+    if (error)
+        return error;
+    file->inode = nvmeio_inode_get(file->info.device, file->info.inode);
+    if (!file->inode)
+        return -ENOMEM;
+    file->losses = nvmeio_inode_losses(file->inode);
     return 0;
 }
 
-static bool power_of_two(uint32_t value)
-{
-    return value && (value & (value - 1)) == 0;
-}
-
-/* Find out whether O_DIRECT works on a file whose alignment the kernel does not know
- * (btrfs, tmpfs, Linux before 6.1). Every file system with O_DIRECT accepts whole
- * pages, so try to read one. If the file is open only for writing, the first transfer
- * will show it. */
+/* Find out whether O_DIRECT works where the kernel does not say so (btrfs, tmpfs, Linux
+ * before 6.1). Every file system with O_DIRECT accepts whole pages, so try to read one.
+ * If the file is open only for writing, the first transfer will show it. */
 static int probe_direct(const struct nvmeio_file *file)
 {
     void *page;
@@ -207,15 +250,19 @@ static int probe_direct(const struct nvmeio_file *file)
     return error == -EINVAL || error == -EOPNOTSUPP ? -EINVAL : 0;
 }
 
-/* Set the alignments for O_DIRECT. Returns an error if they are not known and O_DIRECT
- * does not work, or if they are larger than those of our bounces. */
+/* Set the alignments for O_DIRECT. Returns an error if O_DIRECT does not work, or if
+ * they are larger than those of our bounces. The kernel says by zeros that it would
+ * accept the flag and use the page cache (ext4 with encryption or data=journal). A file
+ * of which it says nothing may still use the page cache in part. */
 static int find_alignment(struct nvmeio_file *file, const struct statx *status)
 {
     uint32_t memory, offset;
 
+    if (file->fills_holes)
+        return -EINVAL;
     memcpy(&memory, (const char *)status + STATX_DIO_MEM_ALIGN_AT, sizeof(memory));
     memcpy(&offset, (const char *)status + STATX_DIO_OFFSET_ALIGN_AT, sizeof(offset));
-    if (memory == 0 && offset == 0) {
+    if (!(status->stx_mask & STATX_DIOALIGN)) {
         memory = offset = 4096;
         int error = probe_direct(file);
         if (error)
@@ -292,19 +339,30 @@ static struct nvmeio_file *file_new(enum nvmeio_direct direct)
     if (!file)
         return NULL;
     atomic_init(&file->references, 1);
+    atomic_init(&file->remembered, 1);
     atomic_init(&file->fd, -1);
     file->direct_fd = -1;
     file->demanded = direct == NVMEIO_DIRECT_ALWAYS;
     return file;
 }
 
-static void file_free(struct nvmeio_file *file)
+/* Linux closes the descriptor whatever close(2) returns, so it is never repeated; EINTR
+ * only means that it did not wait. */
+static int close_descriptor(int fd)
 {
-    if (file->direct_fd >= 0)
-        close(file->direct_fd);
-    if (atomic_load(&file->fd) >= 0)
-        close(atomic_load(&file->fd));
-    free(file);
+    return fd >= 0 && close(fd) && errno != EINTR ? nvmeio_error_reported(-errno) : 0;
+}
+
+/* Close both descriptors. Returns the first error, if the file was open for writing. */
+static int file_close(struct nvmeio_file *file)
+{
+    int first = close_descriptor(file->direct_fd);
+    int second = close_descriptor(atomic_load(&file->fd));
+
+    nvmeio_inode_put(file->inode);
+    if (!file->info.writable)
+        return 0;
+    return first ? first : second;
 }
 
 /* Open a path as the first descriptor of a file. *made is true if this call created the
@@ -369,7 +427,7 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     if (error) {
         if (made)
             remove_created(path, nvmeio_file_any_fd(file));
-        file_free(file);
+        nvmeio_file_release(file);
         return error;
     }
     *result = file;
@@ -424,7 +482,7 @@ int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **resu
         return -ENOMEM;
     int error = duplicate(file, fd, flags, direct);
     if (error) {
-        file_free(file);
+        nvmeio_file_release(file);
         return error;
     }
     *result = file;
@@ -436,12 +494,44 @@ void nvmeio_file_retain(struct nvmeio_file *file)
     atomic_fetch_add_explicit(&file->references, 1, memory_order_relaxed);
 }
 
-void nvmeio_file_release(struct nvmeio_file *file)
+int nvmeio_file_release(struct nvmeio_file *file)
 {
     /* Acquire and release: the last owner sees everything that the others did. */
+    if (!file ||
+        atomic_fetch_sub_explicit(&file->references, 1, memory_order_acq_rel) != 1)
+        return 0;
+    int error = file_close(file);
+    nvmeio_file_forget(file);
+    return error;
+}
+
+void nvmeio_file_remember(struct nvmeio_file *file)
+{
+    atomic_fetch_add_explicit(&file->remembered, 1, memory_order_relaxed);
+}
+
+void nvmeio_file_forget(struct nvmeio_file *file)
+{
     if (file &&
-        atomic_fetch_sub_explicit(&file->references, 1, memory_order_acq_rel) == 1)
-        file_free(file);
+        atomic_fetch_sub_explicit(&file->remembered, 1, memory_order_acq_rel) == 1)
+        free(file);
+}
+
+bool nvmeio_file_is_open(const struct nvmeio_file *file)
+{
+    return atomic_load_explicit(&file->references, memory_order_relaxed) > 0;
+}
+
+bool nvmeio_file_try_retain(struct nvmeio_file *file)
+{
+    unsigned count = atomic_load_explicit(&file->references, memory_order_relaxed);
+
+    while (count > 0)
+        if (atomic_compare_exchange_weak_explicit(&file->references, &count, count + 1,
+                                                  memory_order_relaxed,
+                                                  memory_order_relaxed))
+            return true;
+    return false;
 }
 
 bool nvmeio_file_release_shared(struct nvmeio_file *file)
@@ -583,6 +673,9 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
                                                                   memory_order_relaxed);
     geometry->memory_align = file->info.memory_align;
     geometry->offset_align = file->info.offset_align;
+    geometry->edge = file->info.offset_align > file->block_bytes
+                         ? file->info.offset_align
+                         : file->block_bytes;
 }
 
 static size_t first_difference(const char *a, const char *b, size_t size)

@@ -12,21 +12,32 @@
 #define NVMEIO_MEMORY_ALIGN_MAX 4096u
 #define NVMEIO_OFFSET_ALIGN_MAX 65536u
 
+struct nvmeio_inode;
+
 struct nvmeio_file {
     atomic_uint references;
+    /* How many remember it, and one for all references. */
+    atomic_uint remembered;
+
+    struct nvmeio_inode *inode; /* shared by all open files of the same inode */
+    uint32_t losses;            /* of the inode, when this file was opened */
 
     /* At least one of the two is open. Both refer to the same file. */
     atomic_int fd; /* through the page cache, or -1 until nvmeio_file_fd() opens it */
     int direct_fd; /* with O_DIRECT, or -1 */
 
-    bool demanded;  /* NVMEIO_DIRECT_ALWAYS: never use the page cache instead */
-    bool fuse;      /* on FUSE: see nvmeio_block.plain */
-    bool in_memory; /* on tmpfs: there is no device that prefers huge pages */
+    bool demanded; /* NVMEIO_DIRECT_ALWAYS: never use the page cache instead */
+    bool aside;    /* on FUSE, virtiofs or 9p: see nvmeio_block.aside */
+    bool
+        fills_holes; /* the kernel writes to holes through the page cache in any case */
+    bool in_memory;  /* on tmpfs: there is no device that prefers huge pages */
     /* A block device, or on a file system that is known to be local: not on FUSE, NFS
      * or the like, nor on overlayfs. */
     bool local;
     struct nvmeio_file_info info;
     int64_t device_bytes; /* the size of a block device, -1 for a regular file */
+    /* The larger of a page and, on a local file system or a block device, a block. */
+    uint32_t block_bytes;
 
     /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
      * O_DIRECT had to be given up. From then on the file uses the page cache. Relaxed:

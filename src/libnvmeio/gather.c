@@ -122,16 +122,29 @@ static void find_cached(struct nvmeio_request *request)
     records->next = 0;
 }
 
+/* Let other threads go on during a long search. Not while it is being planned, because
+ * the mutex is not held; nor if nothing is in flight, because it could end meanwhile.
+ */
+static void pause_search(struct nvmeio_request *request, size_t step)
+{
+    if (request->phase != NVMEIO_PHASE_PLANNED || request->in_flight == 0)
+        return;
+    request->searching = true;
+    request->owner->pause(request->handle, step);
+    request->searching = false;
+}
+
 /* Go to the next extent that has a span to cut, in this round or else in the second. */
 static void find_extent(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
 
     for (;;) {
-        while (next_extent(request)) {
+        for (size_t i = 0; next_extent(request); i++) {
             plan_extent(request);
             if (find_span(request))
                 return;
+            pause_search(request, i);
         }
         request->span = request->plan.count;
         if (gathering->second_round || !gathering->late_left)
@@ -178,7 +191,7 @@ static void gather_fail(struct nvmeio_request *request,
     nvmeio_records_fail(request->gathering->records, &block->extent, position,
                         piece->position + piece->wanted, (int)block->result);
     /* Drop the rest of the extent, because it would leave a gap in the file. */
-    if (grows_file(request) && !nvmeio_request_is_cut(request) &&
+    if (grows_file(request) && !nvmeio_request_is_cut(request) && !request->searching &&
         request->extent.first == block->extent.first) {
         nvmeio_records_fail(request->gathering->records, &request->extent, position,
                             request->extent.size, (int)block->result);
@@ -243,7 +256,7 @@ static void gather_plan(struct nvmeio_request *request)
     struct nvmeio_gathering *gathering = request->gathering;
     const struct nvmeio_records *records = gathering->records;
     bool buffered = !geometry->direct || geometry->bounce == NVMEIO_BOUNCE_NEVER ||
-                    (request->op == NVMEIO_OP_WRITE && !records->whole);
+                    (request->op == NVMEIO_OP_WRITE && records->ends % geometry->edge);
     int error = buffered ? nvmeio_file_need_buffered(request->file) : 0;
 
     if (error)
@@ -319,6 +332,7 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
     nvmeio_request_init(request, &gather_ops, handle, owner, gather->op, gather->file,
                         gather->user);
     request->gathering = gathering;
+    request->file_passed = gather->pass_file;
     request->total = records->bytes;
     gathering->records = records;
     if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)

@@ -69,6 +69,16 @@ static bool valid(const struct nvmeio_config *config)
            config->engine;
 }
 
+static void pause_queue(struct nvmeio_handle *handle, size_t step)
+{
+    nvmeio_queue_pause(&handle->queue, step);
+}
+
+static void close_file(struct nvmeio_request *request)
+{
+    nvmeio_queue_close(&request->handle->queue, request);
+}
+
 /* Set the sizes of blocks and bounces, rounded so that they suit any file. */
 static void set_owner(struct nvmeio_handle *handle)
 {
@@ -87,6 +97,8 @@ static void set_owner(struct nvmeio_handle *handle)
         bounce = nvmeio_round_down(quota / 2, unit);
     handle->owner = (struct nvmeio_owner){
         .release = handle_release,
+        .pause = pause_queue,
+        .close = close_file,
         .bounce = handle->config.bounce,
         .block_bytes = block,
         .ordered_bytes = ordered,
@@ -288,9 +300,14 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
     }
     /* Set *result first: another thread may pop the request as soon as it is queued. */
     *result = request;
+    bool pauses = request->parts;
+    if (pauses)
+        atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
     nvmeio_queue_add(&handle->queue, request, after);
     nvmeio_queue_begin(&handle->queue, request);
     nvmeio_queue_unlock(&handle->queue);
+    if (pauses)
+        nvmeio_request_release(request);
     return 0;
 }
 
@@ -369,6 +386,25 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
     return hand_in(handle, request, &gather->after, result);
 }
 
+/* A claim that this thread waits for was granted. */
+static void wake_claimant(struct nvmeio_claim *claim)
+{
+    nvmeio_waiter_wake(claim->user);
+}
+
+/* Claim what a block needs, and wait if necessary. That is rare: the file has just
+ * refused O_DIRECT. Otherwise nvmeio_perform() leaves blocks that must wait to the
+ * workers. */
+static void claim_in_thread(struct nvmeio_block *block)
+{
+    struct nvmeio_waiter waiter = {0};
+
+    block->claim.grant = wake_claimant;
+    block->claim.user = &waiter;
+    if (!nvmeio_block_claim(block))
+        nvmeio_waiter_sleep(&waiter, -1);
+}
+
 /* Carry out the only block of a request in this thread. A write beyond RLIMIT_FSIZE
  * returns EFBIG, but also sends SIGXFSZ, which would end the process. So the signal is
  * blocked here, as it is in the workers, and removed if it came. */
@@ -386,8 +422,10 @@ static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
     nvmeio_block_prepare(block);
     block->pushed_ns = nvmeio_now_ns();
     for (;;) {
-        if (block->fd >= 0)
+        if (block->fd >= 0) {
+            claim_in_thread(block);
             nvmeio_block_perform(block);
+        }
         block->seen_ns = nvmeio_now_ns();
         verdict = nvmeio_block_advance(block);
         if (verdict == NVMEIO_BLOCK_FINISHED)
@@ -404,6 +442,21 @@ static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
     if (block->result == -EFBIG && !sigismember(&before, SIGXFSZ))
         sigtimedwait(&file_size, NULL, &at_once);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* Claim what the only block of a write needs. False if it would have to wait: then
+ * another thread must be able to cancel it. */
+static bool claim_at_once(const struct nvmeio_request *request,
+                          struct nvmeio_block *block)
+{
+    bool direct = request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT;
+
+    /* Blocks of different threads are on different stacks. */
+    block->claim.slot = (unsigned)((uintptr_t)block >> 12);
+    return request->op == NVMEIO_OP_READ || request->plan.count == 0 ||
+           nvmeio_claim_begin(&block->claim, request->file->inode,
+                              direct ? NVMEIO_CLAIM_DIRECT : NVMEIO_CLAIM_BUFFERED,
+                              request->offset, request->size);
 }
 
 int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer,
@@ -426,7 +479,8 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
     request.user = NULL;
     prepare(&request, &at_once);
-    if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0)
+    if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0 ||
+        !claim_at_once(&request, &block))
         goto unsuited;
     /* No other thread has the request, so the queue's reference is never the last. */
     nvmeio_queue_lock(&handle->queue);
@@ -444,6 +498,8 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     else
         nvmeio_queue_progress(&handle->queue, &request);
     nvmeio_queue_unlock(&handle->queue);
+    if (!has_block)
+        nvmeio_claim_end(&block.claim);
     if (has_block) {
         perform(&block, &extra);
         nvmeio_queue_lock(&handle->queue);
@@ -458,6 +514,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     error = 1;
     goto out;
 unsuited:
+    nvmeio_claim_end(&block.claim);
     nvmeio_file_release(request.file);
 out:
     handle_release(handle);
@@ -471,7 +528,8 @@ static bool can_drop(const struct nvmeio_request *request)
 {
     return !nvmeio_queue_is_settling(request) && !request->cancelled &&
            (request->phase == NVMEIO_PHASE_PLANNING ||
-            (!nvmeio_request_is_stopped(request) && !nvmeio_request_is_cut(request)));
+            (!nvmeio_request_is_stopped(request) &&
+             (!nvmeio_request_is_cut(request) || request->parked > 0)));
 }
 
 static bool drop_rest(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -498,12 +556,16 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
     nvmeio_queue_lock(queue);
     /* Mark the whole before its parts, because the last part to end also ends the
      * whole. */
-    for (size_t i = 0; !dropped && (part = nvmeio_part(request, i)); i++)
+    for (size_t i = 0; !dropped && (part = nvmeio_part(request, i)); i++) {
         dropped = can_drop(part);
+        nvmeio_queue_pause(queue, dropped ? 0 : i);
+    }
     if (dropped)
         request->cancelled = true;
-    for (size_t i = 0; dropped && (part = nvmeio_part(request, i)); i++)
+    for (size_t i = 0; dropped && (part = nvmeio_part(request, i)); i++) {
         drop_rest(queue, part);
+        nvmeio_queue_pause(queue, i);
+    }
     if (!request->parts)
         dropped = drop_rest(queue, request);
     nvmeio_queue_unlock(queue);

@@ -2,8 +2,8 @@
  *
  * Memory is mapped in chunks of whole huge pages and cut into extents. A tree of all
  * extents, ordered by address, finds the one that contains an address. Each arena has a
- * list of its free extents. An allocation takes the best fit, and free neighbours of
- * one arena are joined.
+ * tree of its free extents, ordered by size. An allocation takes the best fit, and free
+ * neighbours of one arena are joined.
  *
  * Small and large allocations have separate arenas, because a long-lived small one in
  * the middle of free memory would leave no room for the next large one. Each NUMA node
@@ -15,7 +15,6 @@
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
-#include <link.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
 #include <search.h>
@@ -46,8 +45,8 @@ struct extent {
     uintptr_t address; /* these two first: compare_extents() reads no others */
     size_t bytes;
     struct arena *arena;
-    struct extent *previous; /* in the arena's list of free extents */
-    struct extent *next;
+    struct extent *left, *right; /* in the arena's tree of free extents */
+    struct extent *next;         /* in a list of extents to unmap */
     bool used;
     bool locked;
     bool pinned;
@@ -56,7 +55,7 @@ struct extent {
 
 /* Allocations of the same kind: small or large, on one node. */
 struct arena {
-    struct extent *free;
+    struct extent *free; /* the root of the tree */
     bool grows; /* a thread is mapping a huge page for all threads that want less */
 };
 
@@ -128,42 +127,84 @@ static struct extent *new_extent(struct arena *arena, uintptr_t address, size_t 
     return extent;
 }
 
-static void list_free(struct extent *extent)
+/* The free extents of an arena are a treap: a search tree by size and address, and a
+ * heap by numbers that look random, so that its depth is logarithmic. */
+static bool is_before(const struct extent *a, const struct extent *b)
 {
-    extent->previous = NULL;
-    extent->next = extent->arena->free;
-    if (extent->next)
-        extent->next->previous = extent;
-    extent->arena->free = extent;
+    return a->bytes != b->bytes ? a->bytes < b->bytes : a->address < b->address;
 }
 
-static void unlist_free(struct extent *extent)
+static uint32_t priority_of(const struct extent *extent)
 {
-    if (extent->previous)
-        extent->previous->next = extent->next;
-    else
-        extent->arena->free = extent->next;
-    if (extent->next)
-        extent->next->previous = extent->previous;
+    return (uint32_t)(extent->address * UINT64_C(0x9e3779b97f4a7c15) >> 32);
+}
+
+/* Divide a tree into those before `extent` and the others. */
+static void split(struct extent *tree, const struct extent *extent,
+                  struct extent **before, struct extent **others)
+{
+    while (tree) {
+        if (is_before(tree, extent)) {
+            *before = tree;
+            before = &tree->right;
+            tree = tree->right;
+        } else {
+            *others = tree;
+            others = &tree->left;
+            tree = tree->left;
+        }
+    }
+    *before = *others = NULL;
+}
+
+static void add_free(struct extent *extent)
+{
+    struct extent **place = &extent->arena->free;
+
+    while (*place && priority_of(*place) >= priority_of(extent))
+        place = is_before(*place, extent) ? &(*place)->right : &(*place)->left;
+    split(*place, extent, &extent->left, &extent->right);
+    *place = extent;
+}
+
+static void remove_free(struct extent *extent)
+{
+    struct extent **place = &extent->arena->free;
+    struct extent *left = extent->left, *right = extent->right;
+
+    while (*place != extent)
+        place = is_before(*place, extent) ? &(*place)->right : &(*place)->left;
+    while (left && right) {
+        if (priority_of(left) >= priority_of(right)) {
+            *place = left;
+            place = &left->right;
+            left = left->right;
+        } else {
+            *place = right;
+            place = &right->left;
+            right = right->left;
+        }
+    }
+    *place = left ? left : right;
 }
 
 /* Return the smallest free extent that is large enough; of several, the one with the
  * lowest address, so that the top of the memory stays in one piece. */
 static struct extent *best_fit(const struct arena *arena, size_t bytes)
 {
-    struct extent *best = NULL;
-    for (struct extent *extent = arena->free; extent; extent = extent->next) {
-        if (extent->bytes < bytes)
-            continue;
-        if (!best || extent->bytes < best->bytes ||
-            (extent->bytes == best->bytes && extent->address < best->address))
+    struct extent *best = NULL, *extent = arena->free;
+
+    while (extent) {
+        if (extent->bytes >= bytes)
             best = extent;
+        extent = extent->bytes >= bytes ? extent->left : extent->right;
     }
     return best;
 }
 
-/* Split a free extent after its first `bytes`, and return the rest, which is free too.
- * Returns NULL, and changes nothing, if there is no memory for another extent. */
+/* Split an extent, which is not in a tree, after its first `bytes`, and return the
+ * rest, which is free. Returns NULL, and changes nothing, if there is no memory for
+ * another extent. */
 static struct extent *cut(struct extent *extent, size_t bytes)
 {
     size_t rest_bytes = extent->bytes - bytes;
@@ -171,7 +212,7 @@ static struct extent *cut(struct extent *extent, size_t bytes)
     struct extent *rest =
         new_extent(extent->arena, extent->address + bytes, rest_bytes);
     if (rest)
-        list_free(rest);
+        add_free(rest);
     else
         extent->bytes += rest_bytes;
     return rest;
@@ -180,9 +221,11 @@ static struct extent *cut(struct extent *extent, size_t bytes)
 /* Hand out the first `bytes` of a free extent. */
 static int take(struct extent *extent, size_t bytes)
 {
-    if (bytes < extent->bytes && !cut(extent, bytes))
+    remove_free(extent);
+    if (bytes < extent->bytes && !cut(extent, bytes)) {
+        add_free(extent);
         return -ENOMEM;
-    unlist_free(extent);
+    }
     extent->used = true;
     return 0;
 }
@@ -205,14 +248,16 @@ static void put_back(struct extent *extent)
     extent->used = false;
     struct extent *upper = find_extent(extent->address + extent->bytes);
     if (is_free_in(upper, extent->arena)) {
-        unlist_free(upper);
+        remove_free(upper);
         join(extent, upper);
     }
     struct extent *lower = find_extent(extent->address - 1);
-    if (is_free_in(lower, extent->arena))
+    if (is_free_in(lower, extent->arena)) {
+        remove_free(lower);
         join(lower, extent);
-    else
-        list_free(extent);
+        extent = lower;
+    }
+    add_free(extent);
 }
 
 /* Populate every page now, with huge pages if the kernel has any. Small pages are only
@@ -294,7 +339,7 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
         munmap(chunk, bytes);
         return NULL;
     }
-    list_free(extent);
+    add_free(extent);
     uintptr_t end = extent->address + bytes;
     if (extent->address < atomic_load_explicit(&lowest, memory_order_relaxed))
         atomic_store_explicit(&lowest, extent->address, memory_order_relaxed);
@@ -314,46 +359,105 @@ static uintptr_t whole_end(const struct extent *extent)
     return (extent->address + extent->bytes) / HUGE_BYTES * HUGE_BYTES;
 }
 
+/* List the free extents of a tree that contain whole huge pages, the largest first. */
+static void list_free(struct extent *tree, struct extent **list)
+{
+    if (!tree)
+        return;
+    list_free(tree->left, list);
+    if (whole_begin(tree) < whole_end(tree)) {
+        tree->next = *list;
+        *list = tree;
+    }
+    list_free(tree->right, list);
+}
+
 static uint64_t free_bytes(const struct arena *arenas)
 {
+    struct extent *list = NULL;
     uint64_t bytes = 0;
 
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
-        for (const struct extent *e = arenas[i].free; e; e = e->next)
-            bytes += whole_begin(e) < whole_end(e) ? whole_end(e) - whole_begin(e) : 0;
+        list_free(arenas[i].free, &list);
+    for (; list; list = list->next)
+        bytes += whole_end(list) - whole_begin(list);
     return bytes;
 }
 
-/* Unmap the whole huge pages of a free extent. The memory around them stays free. */
-static void unmap(struct extent *extent)
+/* Take the whole huge pages of a free extent out of the trees, as an extent of their
+ * own. The memory around them stays free. NULL if there is no memory for an extent. */
+static struct extent *take_whole(struct extent *extent)
 {
     uintptr_t begin = whole_begin(extent), end = whole_end(extent);
+    struct extent *whole = extent;
 
-    if (begin >= end)
-        return;
-    if (end < extent->address + extent->bytes && !cut(extent, end - extent->address))
-        return;
-    if (begin > extent->address)
-        extent = cut(extent, begin - extent->address);
-    if (extent && munmap((void *)extent->address, extent->bytes) == 0) {
-        stats.bytes_mapped -= extent->bytes;
-        unlist_free(extent);
-        tdelete(extent, &extents, compare_extents);
-        free(extent);
+    remove_free(extent);
+    if (end < extent->address + extent->bytes && !cut(extent, end - extent->address)) {
+        add_free(extent);
+        return NULL;
     }
+    if (begin > extent->address) {
+        whole = cut(extent, begin - extent->address);
+        add_free(extent);
+        if (whole)
+            remove_free(whole);
+    }
+    if (whole)
+        tdelete(whole, &extents, compare_extents);
+    return whole;
 }
 
-/* Unmap free memory until `bytes` are left, or none is free. The mutex is held. */
-static void unmap_down_to(struct arena *arenas, uint64_t bytes)
+/* Unmap extents that take_whole() returned, and return how many bytes. What the kernel
+ * refuses to unmap is free again. The mutex is held, and unlocked during munmap(2) if
+ * `unlock` is set: other threads may already map memory at the same addresses. */
+static uint64_t unmap(struct extent *list, bool unlock)
 {
-    for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++) {
-        struct extent *next;
-        for (struct extent *extent = arenas[i].free;
-             extent && stats.bytes_mapped > bytes; extent = next) {
-            next = extent->next;
-            unmap(extent);
+    struct extent *kept = NULL, *next;
+    uint64_t bytes = 0;
+
+    if (unlock)
+        pthread_mutex_unlock(&mutex);
+    for (; list; list = next) {
+        next = list->next;
+        if (munmap((void *)list->address, list->bytes)) {
+            list->next = kept;
+            kept = list;
+            continue;
         }
+        bytes += list->bytes;
+        free(list);
     }
+    if (unlock)
+        pthread_mutex_lock(&mutex);
+    stats.bytes_mapped -= bytes;
+    for (; kept; kept = next) {
+        next = kept->next;
+        /* Without memory for the tree it is lost, and stays counted. */
+        if (tsearch(kept, &extents, compare_extents))
+            put_back(kept);
+    }
+    return bytes;
+}
+
+/* Unmap free memory until `bytes` are left, or none is free. Returns how many bytes.
+ * The mutex is held. */
+static uint64_t unmap_down_to(struct arena *arenas, uint64_t bytes, bool unlock)
+{
+    struct extent *free = NULL, *whole = NULL, *next;
+    uint64_t left = stats.bytes_mapped;
+
+    for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
+        list_free(arenas[i].free, &free);
+    for (; free && left > bytes; free = next) {
+        next = free->next;
+        struct extent *extent = take_whole(free);
+        if (!extent)
+            continue;
+        left -= extent->bytes;
+        extent->next = whole;
+        whole = extent;
+    }
+    return unmap(whole, unlock);
 }
 
 /* Whether `bytes` would fit under the limit after all free memory was unmapped. The
@@ -374,8 +478,8 @@ static bool reserve(size_t bytes)
 {
     if (!has_room(bytes))
         return false;
-    unmap_down_to(large_arenas, stats.bytes_limit - bytes);
-    unmap_down_to(small_arenas, stats.bytes_limit - bytes);
+    unmap_down_to(large_arenas, stats.bytes_limit - bytes, false);
+    unmap_down_to(small_arenas, stats.bytes_limit - bytes, false);
     if (stats.bytes_mapped > stats.bytes_limit - bytes)
         return false;
     stats.bytes_mapped += bytes;
@@ -412,11 +516,15 @@ static int grow(struct arena *arena, int node, size_t bytes, struct extent **res
     return error;
 }
 
-/* Find or map `bytes` and hand them out. */
+/* Find or map `bytes` and hand them out. Waiting for a thread that maps memory, and
+ * opening files, are cancellation points. pthread_cancel(3) must not end the thread
+ * there: the mutex would stay locked, or others would wait for ever for what this
+ * thread maps. */
 static int obtain(struct arena *arena, int node, size_t bytes, struct extent **result)
 {
-    int error = 0;
+    int error = 0, cancelling;
 
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     pthread_mutex_lock(&mutex);
     struct extent *extent = best_fit(arena, bytes);
     /* Without this wait, 256 threads that want 4 KiB at once would map 2 MiB each. */
@@ -442,6 +550,7 @@ static int obtain(struct arena *arena, int node, size_t bytes, struct extent **r
         *result = extent;
     }
     pthread_mutex_unlock(&mutex);
+    pthread_setcancelstate(cancelling, NULL);
     return error;
 }
 
@@ -498,12 +607,14 @@ void nvmeio_pool_set_limit(uint64_t bytes)
 
 uint64_t nvmeio_pool_trim(void)
 {
+    int cancelling;
+
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     pthread_mutex_lock(&mutex);
-    uint64_t before = stats.bytes_mapped;
-    unmap_down_to(large_arenas, 0);
-    unmap_down_to(small_arenas, 0);
-    uint64_t bytes = before - stats.bytes_mapped;
+    uint64_t bytes = unmap_down_to(large_arenas, 0, true);
+    bytes += unmap_down_to(small_arenas, 0, true);
     pthread_mutex_unlock(&mutex);
+    pthread_setcancelstate(cancelling, NULL);
     return bytes;
 }
 
@@ -593,66 +704,6 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
-/* An ELF note that marks every copy of this library. Whatever program or shared library
- * a copy is linked into, and however its symbols are bound, the note is in a segment
- * that count_marks() finds. */
-static const struct note {
-    uint32_t name_bytes, description_bytes, type;
-    char name[8];
-} mark __attribute__((section(".note.nvmeio"), used, aligned(4))) = {sizeof("nvmeio"),
-                                                                     0, 1, "nvmeio"};
-
-/* Whether a segment is in memory that is loaded and readable. Headers of objects may be
- * wrong, and reading elsewhere would crash. */
-static bool is_loaded(const struct dl_phdr_info *info, const ElfW(Phdr) * segment)
-{
-    for (unsigned i = 0; i < info->dlpi_phnum; i++) {
-        const ElfW(Phdr) *load = &info->dlpi_phdr[i];
-
-        if (load->p_type == PT_LOAD && (load->p_flags & PF_R) &&
-            segment->p_vaddr >= load->p_vaddr && segment->p_memsz <= load->p_memsz &&
-            segment->p_vaddr - load->p_vaddr <= load->p_memsz - segment->p_memsz)
-            return true;
-    }
-    return false;
-}
-
-static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
-{
-    (void)bytes;
-    for (unsigned i = 0; i < info->dlpi_phnum; i++) {
-        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
-        const char *at = (const char *)info->dlpi_addr + segment->p_vaddr;
-        const char *end = at + segment->p_memsz;
-
-        if (segment->p_type != PT_NOTE || !is_loaded(info, segment))
-            continue;
-        /* Notes may be padded to 8 bytes, so look at every 4 bytes instead of parsing
-         * them. No other note holds our name. */
-        for (; at + sizeof(mark) <= end; at += 4)
-            if (memcmp(at, &mark, sizeof(mark)) == 0) {
-                ++*(uint64_t *)pools;
-                return 0;
-            }
-    }
-    return 0;
-}
-
-/* Count the copies of the library in this process. In a forked child, the dynamic
- * linker's lock may stay locked for ever, by a thread that does not exist. So a child
- * returns the parent's last count, or 1. */
-static uint64_t count_pools(void)
-{
-    static _Atomic uint64_t counted = 1;
-    uint64_t pools = 0;
-
-    if (!nvmeio_fork_without_exec()) {
-        dl_iterate_phdr(count_marks, &pools);
-        atomic_store_explicit(&counted, pools, memory_order_relaxed);
-    }
-    return atomic_load_explicit(&counted, memory_order_relaxed);
-}
-
 void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
 {
     pthread_mutex_lock(&mutex);
@@ -660,7 +711,6 @@ void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
     pthread_mutex_unlock(&mutex);
     if (copy->bytes_limit == 0)
         copy->bytes_limit = nvmeio_memory_bytes() / 2;
-    copy->pools = count_pools();
 }
 
 static void lock_pool(void)

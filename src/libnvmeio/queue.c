@@ -5,7 +5,9 @@
 
 #include <errno.h>
 #include <string.h>
+#include <time.h>
 
+#include "closer.h"
 #include "file_internal.h"
 
 void nvmeio_queue_init(struct nvmeio_queue *queue)
@@ -31,6 +33,23 @@ void nvmeio_queue_lock(struct nvmeio_queue *queue)
     queue->cancelling = cancelling;
 }
 
+/* How many steps a thread makes in a row, in 0.1 ms or so. */
+#define STEPS 1024u
+
+void nvmeio_queue_pause(struct nvmeio_queue *queue, size_t step)
+{
+    static const struct timespec moment = {0, 1000};
+    int cancelling = queue->cancelling;
+
+    if (step % STEPS != STEPS - 1)
+        return;
+    pthread_mutex_unlock(&queue->mutex);
+    /* Otherwise this thread would nearly always be the next to lock it. */
+    nanosleep(&moment, NULL);
+    pthread_mutex_lock(&queue->mutex);
+    queue->cancelling = cancelling;
+}
+
 void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters)
 {
     while (*waiters) {
@@ -43,14 +62,25 @@ void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiter
 
 bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer)
 {
-    if (consumer->state != NVMEIO_CONSUMER_IDLE)
+    bool idle = consumer->state == NVMEIO_CONSUMER_IDLE;
+
+    if (!idle && consumer->state != NVMEIO_CONSUMER_CALLED)
         return false;
     /* Not idle from now on, even before it wakes: the next block goes to another
      * consumer. */
-    consumer->state = NVMEIO_CONSUMER_BUSY;
-    consumer->waiter.next = queue->wake;
-    queue->wake = &consumer->waiter;
-    return true;
+    consumer->state = NVMEIO_CONSUMER_CALLED;
+    nvmeio_waiter_mark(&consumer->waiter);
+    if (queue->call_count < NVMEIO_WORKERS_MAX)
+        queue->calls[queue->call_count++] = &consumer->waiter;
+    else
+        nvmeio_waiter_rouse(&consumer->waiter);
+    return idle;
+}
+
+void nvmeio_consumer_interrupt(struct nvmeio_consumer *consumer)
+{
+    nvmeio_waiter_wake(&consumer->unparked);
+    consumer->engine->ops->wake(consumer->engine);
 }
 
 /* Set consumers to work on the added blocks: first the idle ones, then those that wait
@@ -66,10 +96,23 @@ static void call_consumers(struct nvmeio_queue *queue)
         if (c->state != NVMEIO_CONSUMER_LISTENING)
             continue;
         c->state = NVMEIO_CONSUMER_BUSY;
-        c->engine->ops->wake(c->engine);
+        if (c->parked > 0)
+            nvmeio_consumer_interrupt(c);
+        else
+            c->engine->ops->wake(c->engine);
         missing--;
     }
     queue->added = 0;
+}
+
+/* Call the consumers with parked blocks, so that they drop those of requests that were
+ * stopped. */
+static void call_parked(struct nvmeio_queue *queue)
+{
+    for (struct nvmeio_consumer *c = queue->consumers; c; c = c->next)
+        if (c->parked > 0)
+            nvmeio_consumer_interrupt(c);
+    queue->stopped = false;
 }
 
 static void active_remove(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -88,9 +131,8 @@ static void active_remove(struct nvmeio_queue *queue, struct nvmeio_request *req
     queue->active_count -= !request->whole;
 }
 
-static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+static void append(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
-    request->queued = true;
     request->queue_next = NULL;
     request->queue_previous = queue->last;
     if (queue->first)
@@ -98,10 +140,19 @@ static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
     else
         queue->first = request;
     queue->last = request;
-    queue->added += request->ops->blocks_left(request);
 }
 
-static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    append(queue, request);
+    request->queued = true;
+    request->turn_bytes = 0;
+    request->blocks_left = request->ops->blocks_left(request);
+    queue->blocks_left += request->blocks_left;
+    queue->added += request->blocks_left;
+}
+
+static void unlink_queued(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     struct nvmeio_request *next = request->queue_next;
     struct nvmeio_request *previous = request->queue_previous;
@@ -114,7 +165,34 @@ static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
         previous->queue_next = next;
     else
         queue->first = next;
+}
+
+static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    unlink_queued(queue, request);
     request->queued = false;
+    queue->blocks_left -= request->blocks_left;
+}
+
+void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *request,
+                       size_t bytes)
+{
+    /* While next() paused, another thread may have taken it off the queue. */
+    if (!request->queued) {
+        nvmeio_queue_progress(queue, request);
+        return;
+    }
+    if (request->blocks_left > 0) {
+        request->blocks_left--;
+        queue->blocks_left--;
+    }
+    /* A block of a few bytes takes as long as one of a page. */
+    request->turn_bytes += bytes > NVMEIO_EDGE_BYTES ? bytes : NVMEIO_EDGE_BYTES;
+    if (request->turn_bytes < NVMEIO_TURN_BYTES)
+        return;
+    request->turn_bytes = 0;
+    unlink_queued(queue, request);
+    append(queue, request);
 }
 
 static void done_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -144,20 +222,75 @@ void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *r
 
 static bool same_file(const struct nvmeio_request *a, const struct nvmeio_request *b)
 {
-    return a->file->info.device == b->file->info.device &&
-           a->file->info.inode == b->file->info.inode;
+    return a->device == b->device && a->inode == b->inode;
 }
 
-/* The last write to the same file before this fsync, or NULL. A write that is being
- * settled has no block left in flight, so it does not count. */
-static struct nvmeio_request *write_before(const struct nvmeio_request *request)
+/* The line of a request's file: the writes and the fsyncs that wait for them, in order
+ * of submission. Returns the place that points to its first request, a write, or to
+ * NULL if there is none. */
+static struct nvmeio_request **line_of(struct nvmeio_queue *queue,
+                                       const struct nvmeio_request *request)
 {
-    struct nvmeio_request *r = request->active_previous;
+    uint64_t mixed = (request->inode ^ request->device << 32) * 0x9e3779b97f4a7c15u;
+    struct nvmeio_request **place = &queue->lines[mixed >> 32 & (NVMEIO_LINES - 1)];
 
-    while (r && (r->op != NVMEIO_OP_WRITE || nvmeio_queue_is_settling(r) ||
-                 !same_file(r, request)))
-        r = r->active_previous;
-    return r;
+    while (*place && !same_file(*place, request))
+        place = &(*place)->lines_next;
+    return place;
+}
+
+/* Add a write or an fsync to the end of its line. An fsync with no write before it may
+ * run at once, so it joins none. */
+static void join_line(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    request->device = request->file->info.device;
+    request->inode = request->file->info.inode;
+    struct nvmeio_request **place = line_of(queue, request), *first = *place;
+
+    if (!first && request->op == NVMEIO_OP_FSYNC)
+        return;
+    request->in_line = true;
+    request->line_next = NULL;
+    request->line_previous = first ? first->line_last : NULL;
+    if (first) {
+        first->line_last->line_next = request;
+        first->line_last = request;
+    } else {
+        request->line_last = request;
+        request->lines_next = NULL;
+        *place = request;
+    }
+}
+
+/* Take a write that has nothing in flight any more, or an fsync that ends early, out of
+ * its line. Fsyncs that are then first may run. */
+static void leave_line(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    struct nvmeio_request **place = line_of(queue, request), *first = *place;
+    struct nvmeio_request *next = request->line_next;
+
+    request->in_line = false;
+    if (next)
+        next->line_previous = request->line_previous;
+    else
+        first->line_last = request->line_previous;
+    if (request->line_previous) {
+        request->line_previous->line_next = next;
+        return;
+    }
+    while (next && next->op == NVMEIO_OP_FSYNC) {
+        struct nvmeio_request *fsync = next;
+        next = fsync->line_next;
+        fsync->in_line = false;
+        if (nvmeio_request_has_block(fsync))
+            enqueue(queue, fsync);
+    }
+    if (next) {
+        next->line_previous = NULL;
+        next->line_last = first->line_last;
+        next->lines_next = first->lines_next;
+    }
+    *place = next ? next : first->lines_next;
 }
 
 static void active_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -169,13 +302,11 @@ static void active_add(struct nvmeio_queue *queue, struct nvmeio_request *reques
         queue->active_first = request;
     queue->active_last = request;
     queue->active_count += !request->whole;
-    if (request->op != NVMEIO_OP_FSYNC)
-        return;
-    request->write_before = write_before(request);
-    if (request->write_before) {
-        request->gated_next = queue->gated;
-        queue->gated = request;
-    }
+    /* Never the last reference, because the request has another. */
+    if (request->file_passed)
+        nvmeio_file_release_shared(request->file);
+    if (request->op != NVMEIO_OP_READ)
+        join_line(queue, request);
 }
 
 /* Note a held request whose turn has come, or that must fail. nvmeio_queue_unlock()
@@ -221,9 +352,12 @@ void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request
     atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
     queue->stats.requests++;
     active_add(queue, request);
+    /* All of them count at once, so that the whole does not end before they are added.
+     */
+    request->in_flight = request->parts ? (unsigned)request->parts->count : 0;
     for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
         active_add(queue, part);
-        request->in_flight++;
+        nvmeio_queue_pause(queue, i);
     }
     for (size_t i = 0; i < after->count; i++) {
         struct nvmeio_request *before = after->requests[i];
@@ -244,46 +378,15 @@ void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request
         make_ready(queue, request);
 }
 
-/* A write is done. Each fsync that waited for it now waits for an earlier write, or
- * runs. */
-static void open_gates(struct nvmeio_queue *queue, const struct nvmeio_request *write)
-{
-    struct nvmeio_request **place = &queue->gated;
-
-    while (*place) {
-        struct nvmeio_request *r = *place;
-        if (r->write_before == write)
-            r->write_before = write_before(r);
-        if (r->write_before) {
-            place = &r->gated_next;
-            continue;
-        }
-        *place = r->gated_next;
-        if (nvmeio_request_has_block(r))
-            enqueue(queue, r);
-    }
-}
-
-/* Remove an fsync that ends while it still waits for a write. */
-static void leave_gate(struct nvmeio_queue *queue, struct nvmeio_request *request)
-{
-    struct nvmeio_request **place = &queue->gated;
-
-    while (*place != request)
-        place = &(*place)->gated_next;
-    *place = request->gated_next;
-    request->write_before = NULL;
-}
-
 /* The outcome is final. Report it once: to a thread that waits for the request, or else
  * through nvmeio_handle_pop(). */
 static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
+    if (request->in_line)
+        leave_line(queue, request);
     active_remove(queue, request);
     /* Pairs with the acquire in nvmeio_request_done(). */
     atomic_store_explicit(&request->state, NVMEIO_STATE_DONE, memory_order_release);
-    if (request->op == NVMEIO_OP_WRITE)
-        open_gates(queue, request);
     if (request->whole) {
         nvmeio_many_book(request);
         nvmeio_queue_progress(queue, request->whole);
@@ -319,8 +422,6 @@ static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     bool troubled = request->failed || request->cancelled;
 
-    if (request->write_before)
-        leave_gate(queue, request);
     for (size_t i = 0; i < request->link_count; i++)
         if (request->links[i].place)
             unlink_link(&request->links[i]);
@@ -352,6 +453,8 @@ void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *re
     bool has_block = nvmeio_request_has_block(request);
     if (request->queued && !has_block)
         dequeue(queue, request);
+    if (nvmeio_request_is_stopped(request) && request->in_flight > 0)
+        queue->stopped = true;
     if (nvmeio_request_is_over(request))
         finish(queue, request);
     else if (has_block && !request->queued)
@@ -383,16 +486,59 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
     }
 }
 
-/* Find out how far a failed request came, and close its file. Called without the mutex,
- * because it makes system calls and may take long. */
-static void settle(struct nvmeio_request *request)
+/* Release the file of a request. If that closes it, and fails, so does the request. */
+static void release_file(struct nvmeio_request *request)
 {
-    struct nvmeio_file *file = request->file;
+    int error = nvmeio_file_release(request->file);
 
+    request->file = NULL;
+    if (!error || nvmeio_request_is_stopped(request))
+        return;
+    request->error = error;
+    request->closing = true;
+}
+
+/* Find out how far a failed request came, and release its file. Called without the
+ * mutex, because it makes system calls and may take long. Closing a file that is not
+ * local may take very long, so a thread of closer.c does it: then this returns false,
+ * and the request may be gone. */
+static bool settle(struct nvmeio_request *request)
+{
     if (request->failed || request->cancelled)
         request->ops->settle(request);
-    request->file = NULL;
-    nvmeio_file_release(file);
+    if (!request->file || request->file->local)
+        release_file(request);
+    else if (nvmeio_file_release_shared(request->file))
+        request->file = NULL;
+    else if (nvmeio_closer_add(request))
+        return false;
+    else
+        release_file(request);
+    return true;
+}
+
+void nvmeio_queue_close(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    release_file(request);
+    nvmeio_queue_lock(queue);
+    complete(queue, request);
+    nvmeio_queue_unlock(queue);
+}
+
+/* Settle a list of requests, and return the list of those that are done. */
+static struct nvmeio_request *settle_all(struct nvmeio_request *request)
+{
+    struct nvmeio_request *settled = NULL, **end = &settled, *next;
+
+    for (; request; request = next) {
+        next = request->queue_next;
+        if (!settle(request))
+            continue;
+        request->queue_next = NULL;
+        *end = request;
+        end = &request->queue_next;
+    }
+    return settled;
 }
 
 static void set_phase(struct nvmeio_request *request, enum nvmeio_phase phase)
@@ -413,6 +559,7 @@ static void progress_all(struct nvmeio_queue *queue, struct nvmeio_request *requ
         if (request->error && !nvmeio_queue_is_settling(part))
             nvmeio_request_fail(part, request->error, 0);
         nvmeio_queue_progress(queue, part);
+        nvmeio_queue_pause(queue, i);
     }
     nvmeio_queue_progress(queue, request);
 }
@@ -425,10 +572,13 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
 }
 
 /* Take the requests whose turn has come. Those that failed or were cancelled end here;
- * the others are returned, to be planned. */
-static struct nvmeio_request *take_ready(struct nvmeio_queue *queue)
+ * the others are returned, to be planned. Those that end are added to `begun`, and all
+ * of them are retained. Dependents of one request come in the order of their
+ * submission: the lists of links and of ready requests both turn it around. */
+static struct nvmeio_request *take_ready(struct nvmeio_queue *queue,
+                                         struct nvmeio_request **begun)
 {
-    struct nvmeio_request *planning = NULL;
+    struct nvmeio_request *planning = NULL, **end = &planning;
 
     while (queue->ready) {
         struct nvmeio_request *request = queue->ready;
@@ -436,13 +586,18 @@ static struct nvmeio_request *take_ready(struct nvmeio_queue *queue)
         request->ready = false;
         if (nvmeio_queue_is_settling(request))
             continue;
+        /* The mutex is unlocked between its parts. */
+        atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
         if (nvmeio_request_is_stopped(request)) {
             progress_all(queue, request);
+            request->ready_next = *begun;
+            *begun = request;
             continue;
         }
         set_phase(request, NVMEIO_PHASE_PLANNING);
-        request->ready_next = planning;
-        planning = request;
+        request->ready_next = NULL;
+        *end = request;
+        end = &request->ready_next;
     }
     return planning;
 }
@@ -450,6 +605,7 @@ static struct nvmeio_request *take_ready(struct nvmeio_queue *queue)
 void nvmeio_queue_unlock(struct nvmeio_queue *queue)
 {
     struct nvmeio_request *dropped = NULL, *settled = NULL, *planned = NULL, *next;
+    struct nvmeio_request *begun = NULL;
     int cancelling = queue->cancelling;
 
     /* Requests are settled and planned without the mutex. What that entails may make
@@ -459,15 +615,24 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
             next = planned->ready_next;
             set_phase(planned, NVMEIO_PHASE_PLANNED);
             nvmeio_queue_begin(queue, planned);
+            planned->ready_next = begun;
+            begun = planned;
         }
         for (; settled; settled = next) {
             next = settled->queue_next;
             complete(queue, settled);
         }
-        planned = take_ready(queue);
+        planned = take_ready(queue, &begun);
         if (queue->added > 0)
             call_consumers(queue);
+        if (queue->stopped)
+            call_parked(queue);
         struct nvmeio_waiter *wake = queue->wake;
+        struct nvmeio_waiter *calls[NVMEIO_WORKERS_MAX];
+        unsigned call_count = queue->call_count;
+        for (unsigned i = 0; i < call_count; i++)
+            calls[i] = queue->calls[i];
+        queue->call_count = 0;
         queue->wake = NULL;
         settled = queue->settle;
         queue->settle = NULL;
@@ -477,9 +642,10 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
             dropped = queue->drop;
         }
         pthread_mutex_unlock(&queue->mutex);
+        for (unsigned i = 0; i < call_count; i++)
+            nvmeio_waiter_rouse(calls[i]);
         nvmeio_waiter_wake_all(wake);
-        for (struct nvmeio_request *r = settled; r; r = r->queue_next)
-            settle(r);
+        settled = settle_all(settled);
         for (struct nvmeio_request *r = planned; r; r = r->ready_next)
             r->ops->plan(r);
         if (settled || planned)
@@ -488,6 +654,10 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
     for (; dropped; dropped = next) {
         next = dropped->done_next;
         nvmeio_request_release(dropped);
+    }
+    for (; begun; begun = next) {
+        next = begun->ready_next;
+        nvmeio_request_release(begun);
     }
     pthread_setcancelstate(cancelling, NULL);
 }

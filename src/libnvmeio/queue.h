@@ -23,8 +23,17 @@ struct nvmeio_consumer {
         NVMEIO_CONSUMER_BUSY,
         NVMEIO_CONSUMER_LISTENING, /* in reap(), with room for more blocks */
         NVMEIO_CONSUMER_IDLE,
+        NVMEIO_CONSUMER_CALLED, /* no longer idle, but perhaps still asleep */
     } state;
+    unsigned parked;               /* its blocks that wait for their claims */
+    struct nvmeio_waiter unparked; /* wakes it while nothing else is in flight */
 };
+
+#define NVMEIO_LINES 1024u /* a power of two */
+
+/* How much of a request is cut before it is the next one's turn: the default size of a
+ * block. */
+#define NVMEIO_TURN_BYTES ((size_t)1 << 20)
 
 struct nvmeio_queue {
     pthread_mutex_t mutex;
@@ -32,9 +41,10 @@ struct nvmeio_queue {
                        holds the mutex */
     struct nvmeio_request *active_first, *active_last;
     unsigned active_count;
-    struct nvmeio_request *first, *last;           /* requests with blocks to cut */
+    struct nvmeio_request *first, *last; /* requests with blocks to cut, in turns */
+    size_t blocks_left; /* of these requests together, about: see nvmeio_queue_took() */
     struct nvmeio_request *done_first, *done_last; /* done, not yet reported */
-    struct nvmeio_request *gated;                  /* fsyncs that wait for writes */
+    struct nvmeio_request *lines[NVMEIO_LINES];    /* writes of a file; hashed */
     struct nvmeio_waiter *drainers; /* threads that wait until nothing is active */
     struct nvmeio_consumer *consumers;
     struct nvmeio_eventfds eventfds;
@@ -43,9 +53,12 @@ struct nvmeio_queue {
     uint64_t latencies[NVMEIO_LATENCY_BUCKETS];
 
     /* For nvmeio_queue_unlock(). */
-    struct nvmeio_request *ready;  /* requests whose turn has come, or that must fail */
-    size_t added;                  /* blocks that may need more consumers */
-    struct nvmeio_waiter *wake;    /* threads to wake */
+    struct nvmeio_request *ready; /* requests whose turn has come, or that must fail */
+    size_t added;                 /* blocks that may need more consumers */
+    bool stopped;               /* a request was stopped that may have parked blocks */
+    struct nvmeio_waiter *wake; /* threads to wake */
+    struct nvmeio_waiter *calls[NVMEIO_WORKERS_MAX]; /* consumers to rouse */
+    unsigned call_count;
     struct nvmeio_request *settle; /* requests that are over, for settle() */
     struct nvmeio_request *drop;   /* requests that lose a reference */
 };
@@ -59,8 +72,17 @@ void nvmeio_queue_lock(struct nvmeio_queue *queue);
  * the handle may be gone, unless the caller holds references. */
 void nvmeio_queue_unlock(struct nvmeio_queue *queue);
 
+/* Let other threads have the mutex for a moment, in a loop over many parts or records:
+ * call it after each step with the number of the step. Requests may end meanwhile, so
+ * hold a reference. */
+void nvmeio_queue_pause(struct nvmeio_queue *queue, size_t step);
+
 /* Wait until nothing is active. Returns 0, or -ETIMEDOUT after the deadline. */
 int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns);
+
+/* Close the file of a request that holds it alone and needs nothing else; then the
+ * request is done. The caller holds a reference to it, or to its whole. */
+void nvmeio_queue_close(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
 /* Does the work of nvmeio_handle_pop(). */
 unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned count);
@@ -68,15 +90,20 @@ unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned cou
 /* The mutex is held in all functions below. */
 
 /* Add a new request, and take a reference to it. The request must be planned, or have
- * room for its links if it comes after others. */
+ * room for its links if it comes after others. It pauses after many parts. */
 void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request,
                       const struct nvmeio_after *after);
 
-/* Start a request that was just added or planned. */
+/* Start a request that was just added or planned. It pauses after many parts. */
 void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
 /* Return the next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
+
+/* A block of this size was cut from the next request. After NVMEIO_TURN_BYTES the
+ * others have their turns. */
+void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *request,
+                       size_t bytes);
 
 /* The state of a request has changed: put it into the queue, take it out, or end it. */
 void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *request);
@@ -96,7 +123,13 @@ void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiter
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
                        struct nvmeio_waiter *waiter, int64_t deadline_ns);
 
-/* Wake a consumer if it is idle. Returns whether it was. */
+/* End the wait of a consumer that is not idle, or its next one. Needs no mutex, but the
+ * consumer must not end meanwhile. */
+void nvmeio_consumer_interrupt(struct nvmeio_consumer *consumer);
+
+/* Wake a consumer if it is idle. Returns whether it was. If it was called before and
+ * has not come yet, rouse it once more: the thread that called it may not be running.
+ */
 bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer);
 
 /* Whether a request cannot change any more: it is being settled, or done. */

@@ -9,6 +9,10 @@
 #include "align.h"
 #include "copy_internal.h"
 
+/* A record of at least this size is long. A block finds the short ones that it touches
+ * by a binary search, and looks at all long ones of its extent. */
+#define LONG_BYTES ((int64_t)64 << 10)
+
 /* Bits per digit of the radix sort. */
 #define RADIX_BITS 8
 
@@ -140,7 +144,6 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
 {
     int64_t next_place = 0;
 
-    records->whole = true;
     for (size_t i = 0; i < gather->count; i++) {
         int64_t offset = gather->offsets[i];
         int64_t size = gather->sizes[gather->one_size ? 0 : i];
@@ -161,8 +164,7 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
             .index = i,
         };
         records->bytes += (size_t)size;
-        if ((offset | size) % NVMEIO_EDGE_BYTES)
-            records->whole = false;
+        records->ends |= (uint64_t)offset | (uint64_t)size;
     }
     return 0;
 }
@@ -204,6 +206,17 @@ static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
     return low;
 }
 
+static void note_longs(struct nvmeio_records *records)
+{
+    size_t last = 0;
+
+    for (size_t i = 0; i < records->count; i++) {
+        if (records->list[i].size >= (size_t)LONG_BYTES)
+            last = i + 1;
+        records->list[i].longs = last;
+    }
+}
+
 /* Sort the records by offset, and check that they do not overlap: for a read in memory,
  * for a write in the file. */
 static int check_overlap(struct nvmeio_records *records,
@@ -222,6 +235,7 @@ static int check_overlap(struct nvmeio_records *records,
     if (error)
         return error;
     sort_lengths(records);
+    note_longs(records);
     if (gather->op == NVMEIO_OP_WRITE)
         found = find_overlap(records, false, gather->count);
     if (found == SIZE_MAX)
@@ -375,36 +389,90 @@ bool nvmeio_records_next_alone(struct nvmeio_records *records,
 /* The part of one record in a range of an extent: `size` bytes from `at` in the extent,
  * which belong at `place`. */
 struct share {
+    size_t record;
     size_t at;
     size_t size;
     char *place;
 };
 
-static bool share_of(const struct nvmeio_record *record,
-                     const struct nvmeio_extent *extent, size_t begin, size_t end,
-                     struct share *share)
-{
-    size_t from = (size_t)(record->offset - extent->offset);
-    size_t to = from + record->size;
-    size_t at = from > begin ? from : begin;
+/* Goes through the records that have a share in the range [begin, end) of an extent. */
+struct walk {
+    const struct nvmeio_records *records;
+    const struct nvmeio_extent *extent;
+    size_t begin, end;
+    size_t next;  /* the next record that may be short */
+    size_t longs; /* before those: the next long record to look at, plus 1; or 0 */
+};
 
-    if (to > end)
-        to = end;
+/* The first record of an extent that begins at this offset of the file or behind it. */
+static size_t find_first(const struct nvmeio_records *records,
+                         const struct nvmeio_extent *extent, int64_t offset)
+{
+    size_t low = extent->first, high = extent->first + extent->count;
+
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (records->list[middle].offset < offset)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static struct walk walk_of(const struct nvmeio_records *records,
+                           const struct nvmeio_extent *extent, size_t begin, size_t end)
+{
+    struct walk walk = {records, extent, begin, end, 0, 0};
+
+    walk.next =
+        find_first(records, extent, extent->offset + (int64_t)begin - LONG_BYTES);
+    if (walk.next > extent->first)
+        walk.longs = records->list[walk.next - 1].longs;
+    return walk;
+}
+
+static bool share_of(const struct walk *walk, size_t index, struct share *share)
+{
+    const struct nvmeio_record *record = &walk->records->list[index];
+    size_t from = (size_t)(record->offset - walk->extent->offset);
+    size_t to = from + record->size;
+    size_t at = from > walk->begin ? from : walk->begin;
+
+    if (to > walk->end)
+        to = walk->end;
     if (at >= to)
         return false;
-    *share = (struct share){at, to - at, record->place + (at - from)};
+    *share = (struct share){index, at, to - at, record->place + (at - from)};
     return true;
+}
+
+static bool next_share(struct walk *walk, struct share *share)
+{
+    const struct nvmeio_extent *extent = walk->extent;
+    const struct nvmeio_record *list = walk->records->list;
+    int64_t end = extent->offset + (int64_t)walk->end;
+
+    while (walk->longs > extent->first) {
+        size_t index = walk->longs - 1;
+        walk->longs = index > 0 ? list[index - 1].longs : 0;
+        if (share_of(walk, index, share))
+            return true;
+    }
+    while (walk->next < extent->first + extent->count && list[walk->next].offset < end)
+        if (share_of(walk, walk->next++, share))
+            return true;
+    return false;
 }
 
 void nvmeio_records_spread(const struct nvmeio_records *records,
                            const struct nvmeio_extent *extent, const char *source,
                            size_t begin, size_t end)
 {
+    struct walk walk = walk_of(records, extent, begin, end);
     struct share share;
 
-    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
-        if (!share_of(&records->list[i], extent, begin, end, &share))
-            continue;
+    while (next_share(&walk, &share)) {
         const char *from = source + (share.at - begin);
         if (from != share.place)
             nvmeio_copy_cold(share.place, from, share.size);
@@ -415,23 +483,23 @@ void nvmeio_records_collect(const struct nvmeio_records *records,
                             const struct nvmeio_extent *extent, char *target,
                             size_t begin, size_t end)
 {
+    struct walk walk = walk_of(records, extent, begin, end);
     struct share share;
 
-    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
-        if (share_of(&records->list[i], extent, begin, end, &share))
-            nvmeio_copy_cold(target + (share.at - begin), share.place, share.size);
-    }
+    while (next_share(&walk, &share))
+        nvmeio_copy_cold(target + (share.at - begin), share.place, share.size);
 }
 
 void nvmeio_records_fail(struct nvmeio_records *records,
                          const struct nvmeio_extent *extent, size_t begin, size_t end,
                          int error)
 {
+    struct walk walk = walk_of(records, extent, begin, end);
     struct share share;
 
-    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
-        struct nvmeio_record *record = &records->list[i];
-        if (record->error || !share_of(record, extent, begin, end, &share))
+    while (next_share(&walk, &share)) {
+        struct nvmeio_record *record = &records->list[share.record];
+        if (record->error)
             continue;
         record->error = error;
         /* Past the end of the file, every missing byte is the record's own. */

@@ -25,15 +25,18 @@ struct nvmeio_record {
     size_t size;
     char *place;
     size_t index; /* its index as submitted */
-    int error;    /* 0 or -errno */
-    bool shared;  /* the error may be another record's, whose bytes were read with it */
-    bool cached;  /* the page cache had all of its extent */
+    size_t
+        longs; /* the last long record up to this one: its place in the list, plus 1; or
+                  0 */
+    int error; /* 0 or -errno */
+    bool shared; /* the error may be another record's, whose bytes were read with it */
+    bool cached; /* the page cache had all of its extent */
 };
 
 struct nvmeio_records {
-    size_t count; /* how many are not empty */
-    size_t bytes; /* of all of them together */
-    bool whole;   /* all of them begin and end at page boundaries of the file */
+    size_t count;  /* how many are not empty */
+    size_t bytes;  /* of all of them together */
+    uint64_t ends; /* all their offsets and sizes, or-ed */
     size_t gap_max;
     size_t next; /* the first record that is in no extent yet */
     bool shared; /* some errors may be another record's */

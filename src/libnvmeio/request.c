@@ -71,14 +71,23 @@ bool nvmeio_request_is_stopped(const struct nvmeio_request *request)
 
 bool nvmeio_request_is_cut(const struct nvmeio_request *request)
 {
-    return request->phase == NVMEIO_PHASE_PLANNED &&
+    return request->phase == NVMEIO_PHASE_PLANNED && !request->searching &&
            request->span == request->plan.count;
+}
+
+/* Blocks have a multiple of this, so none is smaller: of the file's alignment, or of
+ * the edge of a write, so that no two direct blocks share a block of the file system.
+ */
+static uint64_t unit_of(const struct nvmeio_request *request)
+{
+    return request->op == NVMEIO_OP_WRITE ? request->geometry.edge
+                                          : request->geometry.offset_align;
 }
 
 bool nvmeio_request_is_ordered(const struct nvmeio_request *request)
 {
-    size_t end = request->position + nvmeio_round_up(request->owner->block_bytes,
-                                                     request->geometry.offset_align);
+    size_t end = request->position +
+                 nvmeio_round_up(request->owner->block_bytes, unit_of(request));
 
     if (request->ordered_from == INT64_MAX)
         return false;
@@ -90,7 +99,8 @@ bool nvmeio_request_is_ordered(const struct nvmeio_request *request)
 bool nvmeio_request_has_block(const struct nvmeio_request *request)
 {
     if (request->phase != NVMEIO_PHASE_PLANNED || nvmeio_request_is_stopped(request) ||
-        nvmeio_request_is_cut(request) || request->write_before)
+        nvmeio_request_is_cut(request) || request->searching ||
+        (request->op == NVMEIO_OP_FSYNC && request->in_line))
         return false;
     return request->in_flight == 0 ||
            !(request->barrier || nvmeio_request_is_ordered(request));
@@ -121,10 +131,9 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
     block->extent = request->extent;
     block->piece = (struct nvmeio_piece){0};
     if (request->op != NVMEIO_OP_FSYNC)
-        /* No block is smaller than the file's alignment. */
         nvmeio_plan_cut(&block->piece, span, request->position, request->offset,
                         request->geometry.offset_align,
-                        nvmeio_round_up(block_bytes, request->geometry.offset_align));
+                        nvmeio_round_up(block_bytes, unit_of(request)));
     block->memory = request->address ? request->address + block->piece.position : NULL;
     request->in_flight++;
     request->barrier = false;
@@ -180,6 +189,7 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
     if (!nvmeio_request_done(request))
         return nvmeio_request_before_fork(request) ? -EOWNERDEAD : -EINPROGRESS;
     outcome->got = (int64_t)request->got;
+    outcome->closing = request->closing;
     outcome->abandoned = request->abandoned;
     outcome->blocker = request->blocker;
     /* The result is -ECANCELED once nvmeio_request_cancel() has returned 1, whatever

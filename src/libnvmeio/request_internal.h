@@ -73,7 +73,9 @@ struct nvmeio_request_ops {
 
 /* What requests need from their handle. */
 struct nvmeio_owner {
-    void (*release)(struct nvmeio_handle *handle); /* drop a reference */
+    void (*release)(struct nvmeio_handle *handle);            /* drop a reference */
+    void (*pause)(struct nvmeio_handle *handle, size_t step); /* nvmeio_queue_pause() */
+    void (*close)(struct nvmeio_request *request);            /* nvmeio_queue_close() */
     enum nvmeio_bounce bounce;
     size_t block_bytes;        /* of one block, in whole pages */
     size_t ordered_bytes;      /* of one block that makes a file longer */
@@ -103,6 +105,7 @@ struct nvmeio_request {
     atomic_uint references;
     atomic_int state;         /* enum nvmeio_state */
     struct nvmeio_file *file; /* holds a reference until it is done */
+    bool file_passed;         /* the caller's reference goes with it into the queue */
 
     /* What is being cut: the whole of a transfer, or the current extent of a gather.
      * The next block begins in plan.spans[span], `position` bytes from the start. */
@@ -112,19 +115,22 @@ struct nvmeio_request {
     struct nvmeio_plan plan;
     unsigned span;
     size_t position;
-    bool barrier; /* the next block waits until nothing is in flight */
+    bool barrier;   /* the next block waits until nothing is in flight */
+    bool searching; /* next() is looking for the next span, and lets others go on */
 
     struct nvmeio_gathering *gathering; /* of a gather or scatter; freed with it */
     struct nvmeio_parts *parts;  /* of a request of several transfers; freed with it */
     struct nvmeio_extent extent; /* the extent that is being cut */
-    struct nvmeio_request *write_before; /* the write that this fsync waits for */
 
     /* Blocks that are cut and not yet recorded; of a whole: parts not yet done. */
     unsigned in_flight;
-    int error; /* the error at the lowest position, or 0 */
+    unsigned
+        parked; /* of those, blocks that wait for their claims, and may be dropped */
+    int error;  /* the error at the lowest position, or 0 */
     bool cancelled;
     bool failed; /* some of it failed; a gather goes on with the rest */
     bool abandoned;
+    bool closing; /* the error is of close(2) */
     /* Once done: bytes transferred. Before that: the lowest position that failed. */
     size_t got;
 
@@ -138,14 +144,20 @@ struct nvmeio_request {
     struct nvmeio_request *ready_next;
 
     /* Lists of the queue: all active requests, in order of submission; those with
-     * blocks to cut; fsyncs that wait for writes; done requests that are not yet
-     * reported. */
+     * blocks to cut; writes of one file, and fsyncs that wait for them; done requests
+     * that are not yet reported. */
     struct nvmeio_request *active_next, *active_previous;
     struct nvmeio_request *queue_next, *queue_previous;
-    struct nvmeio_request *gated_next;
+    struct nvmeio_request *line_next, *line_previous;
+    struct nvmeio_request *line_last, *lines_next; /* of the first in its line */
+    bool in_line;           /* a write; or an fsync that waits for one */
+    uint64_t device, inode; /* of its line, because its file may be closed before */
     struct nvmeio_request *done_next, *done_previous;
-    bool queued; /* it is in the list of requests with blocks to cut */
-    bool listed; /* done, and nvmeio_handle_pop() will report it */
+    bool queued; /* it is in the list of requests with blocks to cut; the two are for it
+                  */
+    size_t turn_bytes;  /* cut in this turn */
+    size_t blocks_left; /* when it was queued, less those that were cut since */
+    bool listed;        /* done, and nvmeio_handle_pop() will report it */
     struct nvmeio_waiter *waiters; /* threads in nvmeio_request_wait() */
 };
 
@@ -179,7 +191,7 @@ bool nvmeio_request_is_ordered(const struct nvmeio_request *request);
  * none. With a smaller bounce, the block is cut shorter. */
 size_t nvmeio_request_next_bounce(const struct nvmeio_request *request);
 
-/* Cut the next block. It has at most block_bytes, rounded up to the file's alignment.
+/* Cut the next block. It has at most block_bytes, rounded up to what the file needs.
  * nvmeio_request_has_block() must be true. */
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
                         size_t block_bytes);

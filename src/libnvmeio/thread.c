@@ -1,4 +1,4 @@
-/* thread.c -- threads that take no signals, on small stacks.
+/* thread.c -- threads that take no signals but their own faults, on small stacks.
  *
  * glibc caches up to 40 MiB of stacks of ended threads, and unmaps the others. If
  * munmap(2) fails, it ends the process. Small stacks stay in the cache. */
@@ -30,6 +30,11 @@ __attribute__((constructor)) static void find_stack_bytes(void)
     dl_iterate_phdr(add_thread_locals, NULL);
 }
 
+/* Signals that an instruction of the thread itself causes, such as SIGBUS by a copy
+ * into a mapping of a file that has become shorter. While they are blocked the kernel
+ * ends the process, without calling the program's handler. */
+static const int faults[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+
 int nvmeio_thread_start(pthread_t *thread, void *(*main)(void *), void *argument)
 {
     pthread_attr_t small;
@@ -38,6 +43,8 @@ int nvmeio_thread_start(pthread_t *thread, void *(*main)(void *), void *argument
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, stack_bytes);
     sigfillset(&all);
+    for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++)
+        sigdelset(&all, faults[i]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(thread, &small, main, argument);
     /* The stack is too small if the user reserved more for such variables, with the

@@ -190,6 +190,7 @@ void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *
     nvmeio_request_init(request, fsync ? &fsync_ops : &transfer_ops, handle, owner,
                         transfer->op, transfer->file, transfer->user);
     request->data_only = transfer->data_only;
+    request->file_passed = transfer->pass_file;
     if (fsync)
         return;
     request->address = transfer->address;

@@ -42,14 +42,22 @@ bool nvmeio_waiter_sleep(struct nvmeio_waiter *waiter, int64_t deadline_ns)
     return true;
 }
 
-void nvmeio_waiter_wake(struct nvmeio_waiter *waiter)
+void nvmeio_waiter_mark(struct nvmeio_waiter *waiter)
 {
-    _Atomic uint32_t *woken = &waiter->woken;
+    atomic_store_explicit(&waiter->woken, 1, memory_order_release);
+}
 
-    atomic_store_explicit(woken, 1, memory_order_release);
+void nvmeio_waiter_rouse(const struct nvmeio_waiter *waiter)
+{
     /* The waiter may be gone by now, and its memory reused. Then no thread sleeps at
      * this address, or one does that checks again after a wake-up. */
-    syscall(SYS_futex, woken, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    syscall(SYS_futex, &waiter->woken, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+void nvmeio_waiter_wake(struct nvmeio_waiter *waiter)
+{
+    nvmeio_waiter_mark(waiter);
+    nvmeio_waiter_rouse(waiter);
 }
 
 void nvmeio_waiter_wake_all(struct nvmeio_waiter *list)

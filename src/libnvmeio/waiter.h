@@ -33,6 +33,12 @@ bool nvmeio_waiter_sleep(struct nvmeio_waiter *waiter, int64_t deadline_ns);
 void nvmeio_waiter_wake(struct nvmeio_waiter *waiter);
 void nvmeio_waiter_wake_all(struct nvmeio_waiter *list);
 
+/* The two halves of nvmeio_waiter_wake(): from the first on, the waiter does not sleep;
+ * the second ends a sleep. The second does not touch the waiter, and several threads
+ * may call it. */
+void nvmeio_waiter_mark(struct nvmeio_waiter *waiter);
+void nvmeio_waiter_rouse(const struct nvmeio_waiter *waiter);
+
 /* Take a waiter off a list. Returns false if it is no longer there. */
 bool nvmeio_waiter_remove(struct nvmeio_waiter **list,
                           const struct nvmeio_waiter *waiter);

@@ -25,7 +25,11 @@ struct nvmeio_worker {
     struct nvmeio_block *taken;  /* cut blocks that are not yet pushed, oldest first */
     struct nvmeio_block **taken_end;
     unsigned in_flight; /* blocks that are not free */
-    void **bounces;     /* a stack of idle bounces */
+    size_t bytes;       /* of those that are not parked */
+    unsigned parked;    /* of those, blocks that wait for their claims */
+    /* Claims of parked blocks that were granted; other threads add to it. */
+    struct nvmeio_claim *_Atomic granted;
+    void **bounces; /* a stack of idle bounces */
     unsigned bounces_idle, bounces_owned, bounces_max;
     char *reserve; /* its own bounces, touched only if the pool has none left */
     size_t reserve_bytes;
@@ -51,6 +55,10 @@ struct nvmeio_worker {
     bool refused; /* it could not start, but might with another engine */
 };
 
+/* While several requests are active, the workers have no more than this and a block
+ * each in flight: a request waits that long behind the blocks of others. */
+#define WINDOW_BYTES ((size_t)32 << 20)
+
 /* A worker that is idle for this long returns its bounces to the pool. */
 #define IDLE_NS 1000000000
 
@@ -69,6 +77,23 @@ struct nvmeio_worker {
  * ordinary ones would evict each other from the caches. */
 #define SMALL_BOUNCE_BYTES ((size_t)16 << 10)
 
+static struct nvmeio_block *block_of(struct nvmeio_claim *claim)
+{
+    return (struct nvmeio_block *)((char *)claim -
+                                   offsetof(struct nvmeio_block, claim));
+}
+
+/* The claim of a parked block was granted, in any thread. */
+static void grant(struct nvmeio_claim *claim)
+{
+    struct nvmeio_worker *worker = claim->user;
+
+    claim->blocked_next = atomic_load(&worker->granted);
+    while (!atomic_compare_exchange_weak(&worker->granted, &claim->blocked_next, claim))
+        continue;
+    nvmeio_consumer_interrupt(&worker->consumer);
+}
+
 static size_t smaller(size_t a, size_t b)
 {
     return a < b ? a : b;
@@ -79,17 +104,19 @@ static size_t smaller(size_t a, size_t b)
 static size_t fair_share(const struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
-    size_t left = 0;
 
-    if (workers->count == 1)
-        return SIZE_MAX;
-    for (const struct nvmeio_request *r = workers->queue->first; r; r = r->queue_next) {
-        if (nvmeio_request_has_block(r))
-            left += r->ops->blocks_left(r);
-        if (left / workers->count >= worker->engine.depth)
-            break;
-    }
-    return left / workers->count + 1;
+    return workers->count == 1 ? SIZE_MAX
+                               : workers->queue->blocks_left / workers->count + 1;
+}
+
+/* Whether enough is in flight to keep a drive busy, while a request may be waiting
+ * behind that of another. */
+static bool is_busy_enough(const struct nvmeio_worker *worker)
+{
+    const struct nvmeio_workers *workers = worker->workers;
+
+    return workers->queue->active_count > 1 &&
+           worker->bytes >= WINDOW_BYTES / workers->count;
 }
 
 /* The kind of bounce for a block of this size. A kind that the pool has just refused is
@@ -141,7 +168,16 @@ static void give_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block
     block->bounce = NULL;
 }
 
-/* Cut the next block of a request. False if it needs a bounce and none is left. */
+static void append_taken(struct nvmeio_worker *worker, struct nvmeio_block *block)
+{
+    block->next = NULL;
+    *worker->taken_end = block;
+    worker->taken_end = &block->next;
+    worker->bytes += block->piece.io_bytes;
+}
+
+/* Cut the next block of a request, and park it if it must wait for its claim. False if
+ * it needs a bounce and none is left. */
 static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *request)
 {
     const struct nvmeio_workers *workers = worker->workers;
@@ -162,14 +198,20 @@ static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *requ
         bytes = smaller(bytes, room);
     }
     worker->free = block->next;
-    block->next = NULL;
-    *worker->taken_end = block;
-    worker->taken_end = &block->next;
     nvmeio_request_cut(request, block, bytes);
+    block->prepared = false;
+    block->parked = !nvmeio_block_claim_cut(block);
+    if (block->parked) {
+        request->parked++;
+        worker->consumer.parked = ++worker->parked;
+    } else {
+        append_taken(worker, block);
+    }
     if (worker->in_flight++ == 0)
         worker->only = whole;
     else if (worker->only != whole)
         worker->only = NULL;
+    nvmeio_queue_took(workers->queue, request, block->piece.io_bytes);
     return true;
 }
 
@@ -182,10 +224,11 @@ static void take(struct nvmeio_worker *worker)
     struct nvmeio_request *request;
 
     worker->bounces_short = false;
-    while (worker->free && share-- > 0 && (request = nvmeio_queue_next(queue)))
+    while (worker->free && share-- > 0 && !is_busy_enough(worker) &&
+           (request = nvmeio_queue_next(queue)))
         if (!take_block(worker, request))
             break;
-    bool room = worker->free && !worker->bounces_short;
+    bool room = worker->free && !worker->bounces_short && !is_busy_enough(worker);
     worker->more = room && nvmeio_queue_next(queue);
     /* From now on, a thread that adds a request wakes this worker. */
     worker->consumer.state = room && !worker->more && worker->in_flight > 0
@@ -279,6 +322,45 @@ static int64_t see_finished(struct nvmeio_engine *engine)
     return now_ns;
 }
 
+/* Push a block. If it takes another way than when it was cut, it may have to wait for
+ * another claim: then park it. */
+static void push(struct nvmeio_worker *worker, struct nvmeio_block *block)
+{
+    if (nvmeio_block_claim(block)) {
+        worker->engine.ops->push(&worker->engine, block);
+        return;
+    }
+    block->parked = true;
+    worker->parked++;
+    worker->bytes -= block->piece.io_bytes;
+}
+
+static void unpark(struct nvmeio_worker *worker, struct nvmeio_block *block)
+{
+    block->request->parked -= !block->prepared;
+    block->parked = false;
+    worker->parked--;
+}
+
+/* Take the parked blocks whose claims were granted, in the order of the grants. The
+ * mutex is held. */
+static void take_granted(struct nvmeio_worker *worker)
+{
+    struct nvmeio_claim *claim = atomic_exchange(&worker->granted, NULL);
+    struct nvmeio_block *blocks = NULL, *next;
+
+    for (; claim; claim = claim->blocked_next) {
+        struct nvmeio_block *block = block_of(claim);
+        unpark(worker, block);
+        block->next = blocks;
+        blocks = block;
+    }
+    for (; blocks; blocks = next) {
+        next = blocks->next;
+        append_taken(worker, blocks);
+    }
+}
+
 /* Push the taken blocks. With single_submit they are submitted one by one. So are
  * blocks that needed a copy, so that the device works while the next one is copied.
  *
@@ -293,19 +375,24 @@ static int push_taken(struct nvmeio_worker *worker)
     while (worker->taken) {
         struct nvmeio_block *block = worker->taken;
         worker->taken = block->next;
-        nvmeio_block_prepare(block);
-        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE;
+        /* Only once: the rest of a short transfer may have been parked. */
+        bool first = !block->prepared;
+        if (first)
+            nvmeio_block_prepare(block);
+        block->prepared = true;
+        bool copied = first && block->bounce && block->op == NVMEIO_OP_WRITE;
         bool alone = (copied && block->bytes >= COPIED_ALONE_BYTES) ||
                      worker->workers->single_submit;
         if (copied || now_ns == 0)
             now_ns = nvmeio_now_ns();
-        block->pushed_ns = now_ns;
+        if (first)
+            block->pushed_ns = now_ns;
         block->seen_ns = 0;
         if (block->fd < 0) {
             engine->in_flight++;
             nvmeio_engine_finish(engine, block);
         } else {
-            engine->ops->push(engine, block);
+            push(worker, block);
         }
         if (alone) {
             int result = engine->ops->reap(engine, 0);
@@ -330,8 +417,11 @@ static int reap(struct nvmeio_worker *worker)
     struct nvmeio_engine *engine = &worker->engine;
     unsigned batch = worker->only ? (engine->in_flight + 3) / 4 : 1;
 
-    if (worker->more || engine->finished)
+    if (worker->more || engine->finished || engine->in_flight == 0)
         batch = 0;
+    /* Nothing but parked blocks. */
+    if (!worker->more && !engine->finished && engine->in_flight == 0)
+        nvmeio_waiter_sleep(&worker->consumer.unparked, -1);
     return engine->ops->reap(engine, batch);
 }
 
@@ -372,7 +462,7 @@ static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *cont
     while (again) {
         struct nvmeio_block *next = again->next;
         again->seen_ns = 0;
-        engine->ops->push(engine, again);
+        push(worker, again);
         again = next;
     }
     return finished;
@@ -392,7 +482,11 @@ static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
         struct nvmeio_request *request = block->request;
 
         finished = block->next;
-        nvmeio_block_count(block, &workers->queue->stats, workers->queue->latencies);
+        if (block->pushed_ns) {
+            nvmeio_block_count(block, &workers->queue->stats,
+                               workers->queue->latencies);
+            worker->bytes -= block->piece.io_bytes;
+        }
         nvmeio_request_book(request, block);
         give_bounce(worker, block);
         block->request = NULL;
@@ -401,6 +495,28 @@ static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
         worker->in_flight--;
         nvmeio_queue_progress(workers->queue, request);
     }
+}
+
+/* Drop the parked blocks of requests that were stopped, of which nothing has begun. The
+ * mutex is held. */
+static void drop_parked(struct nvmeio_worker *worker)
+{
+    struct nvmeio_block *dropped = NULL;
+
+    for (unsigned i = 0; worker->parked > 0 && i < worker->engine.depth; i++) {
+        struct nvmeio_block *block = &worker->blocks[i];
+        if (!block->parked || block->prepared ||
+            !nvmeio_request_is_stopped(block->request) ||
+            !nvmeio_claim_withdraw(&block->claim))
+            continue;
+        unpark(worker, block);
+        block->pushed_ns = 0;
+        block->moved = 0;
+        block->result = block->request->error ? block->request->error : -ECANCELED;
+        block->next = dropped;
+        dropped = block;
+    }
+    book(worker, dropped);
 }
 
 /* The engine no longer answers. Fail the requests of its blocks, and mark them as
@@ -418,6 +534,8 @@ static void die(struct nvmeio_worker *worker, int error)
         struct nvmeio_request *request = block->request;
         if (!request)
             continue;
+        if (!block->parked || !nvmeio_claim_withdraw(&block->claim))
+            nvmeio_claim_end(&block->claim);
         block->request = NULL;
         block->result = error;
         block->moved = 0;
@@ -530,6 +648,9 @@ static int set_up(struct nvmeio_worker *worker)
     worker->taken_end = &worker->taken;
     for (unsigned i = depth; i-- > 0;) {
         worker->blocks[i].index = i;
+        worker->blocks[i].claim.grant = grant;
+        worker->blocks[i].claim.user = worker;
+        worker->blocks[i].claim.slot = i;
         worker->blocks[i].next = worker->free;
         worker->free = &worker->blocks[i];
     }
@@ -552,6 +673,10 @@ static void *worker_main(void *argument)
     }
     nvmeio_queue_wake(queue, &worker->starter);
     while (going && !worker->dead) {
+        atomic_store(&worker->consumer.unparked.woken, 0);
+        take_granted(worker);
+        drop_parked(worker);
+        worker->consumer.parked = worker->parked;
         take_with_bounces(worker);
         if (worker->in_flight > 0)
             turn(worker);
@@ -580,10 +705,14 @@ static int start(struct nvmeio_worker *worker, struct nvmeio_workers *workers)
     return worker->error;
 }
 
+/* Joining a thread is a cancellation point. pthread_cancel(3) must not end the caller
+ * there, because other threads wait until the handle is open or closed. */
 void nvmeio_workers_stop(struct nvmeio_workers *workers)
 {
     struct nvmeio_queue *queue = workers->queue;
+    int cancelling;
 
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     nvmeio_queue_lock(queue);
     workers->stopping = true;
     for (struct nvmeio_consumer *c = queue->consumers; c; c = c->next)
@@ -597,16 +726,18 @@ void nvmeio_workers_stop(struct nvmeio_workers *workers)
     workers->list = NULL;
     workers->started = 0;
     nvmeio_queue_unlock(queue);
+    pthread_setcancelstate(cancelling, NULL);
 }
 
 int nvmeio_workers_start(struct nvmeio_workers *workers)
 {
-    int error = 0;
+    int error = 0, cancelling;
 
     workers->stopping = workers->refused = false;
     workers->list = calloc(workers->count, sizeof(*workers->list));
     if (!workers->list)
         return -ENOMEM;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     while (workers->started < workers->count && error == 0) {
         struct nvmeio_worker *worker = &workers->list[workers->started];
         error = start(worker, workers);
@@ -618,5 +749,6 @@ int nvmeio_workers_start(struct nvmeio_workers *workers)
     workers->alive = workers->started;
     if (error)
         nvmeio_workers_stop(workers);
+    pthread_setcancelstate(cancelling, NULL);
     return error;
 }

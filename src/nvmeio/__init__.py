@@ -23,8 +23,7 @@ from importlib import import_module as _import_module
 from nvmeio._config.build import get_include, get_library_dir
 from nvmeio._events.latencies import Latencies
 from nvmeio._memory.registry import register_loader as _register_loader
-from nvmeio._native.aio_handle import aio_handle
-from nvmeio._native.copy import deepspeed_memcpy, memcpy
+from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.gather import GatherError
 from nvmeio._native.handle import Handle
@@ -34,8 +33,9 @@ from nvmeio._native.pool import pool_stats, pool_trim
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 from nvmeio.configuration import show_config
+from nvmeio.deepspeed._op import aio_handle, aio_read, aio_write, deepspeed_memcpy
 from nvmeio.default import default_handle
-from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
+from nvmeio.files import read_file, read_into, write_file
 from nvmeio.futures import as_completed, wait
 from nvmeio.memory import empty
 from nvmeio.npy import load, save

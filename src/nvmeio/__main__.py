@@ -1,12 +1,8 @@
-"""``python -m nvmeio``, the same as the command ``nvmeio``.
-
-Python imports the package before this module, and until then Ctrl-C raises a
-KeyboardInterrupt with a traceback.  The script ``nvmeio`` handles it from its first line.
-"""
+"""``python -m nvmeio``, the same as the command ``nvmeio``."""
 
 import sys
 
-from _nvmeio_command import main
+from nvmeio._cli import main
 
 __all__: list[str] = []
 

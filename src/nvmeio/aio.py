@@ -17,19 +17,24 @@ raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
 ``asyncio.timeout`` and ``asyncio.wait_for`` cancel in the same way.
 """
 
+import asyncio
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
-from nvmeio._events.event_loop import Awaiting
+from nvmeio._arrays.elements import bytes_of
+from nvmeio._events.event_loop import InThread, in_thread
+from nvmeio._files.descriptors import cut
+from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
-from nvmeio.files import reading, writing
-from nvmeio.npy import loading, saving
+from nvmeio.files import as_dtype, new_contents, opened_for
+from nvmeio.npy import header_and_source, opened_npy
 
 __all__ = [
     "append",
@@ -43,8 +48,10 @@ __all__ = [
     "write_file",
 ]
 
+# Pauses between attempts to take a file's lock: the first, and the longest.
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.05
 
-@suggesting
+
 async def load(path: Path) -> npt.NDArray[Any]:
     """Read a whole .npy file.
 
@@ -72,10 +79,13 @@ async def load(path: Path) -> npt.NDArray[Any]:
     >>> asyncio.run(nvmeio.aio.load("data.npy"))
     array([0, 1, 2, 3])
     """
-    return await loading(Awaiting(), path)
+    file, layout, array = await in_thread(opened_npy, path)
+    with file:
+        if array.nbytes:
+            await default_handle().submit_read(bytes_of(array), file, layout.offset)
+    return array.T if layout.fortran else array
 
 
-@suggesting
 async def save(path: Path, array: Any, *, sync: bool = False) -> None:
     """Write an array or a tensor as a .npy file.
 
@@ -98,7 +108,14 @@ async def save(path: Path, array: Any, *, sync: bool = False) -> None:
     >>> nvmeio.load("data.npy")
     array([0, 1, 2, 3])
     """
-    await saving(Awaiting(), path, array, sync=sync)
+    path, sync = path_of(path), flag("sync", sync)
+    header, source = await in_thread(header_and_source, array)
+    handle = default_handle()
+    async with InThread(new_contents(path, sync=sync, atomic=True)) as file:
+        await handle.submit_write(header, file)
+        size = await handle.submit_write(source, file, len(header))
+        await in_thread(cut, file, len(header) + size)
+        await handle.submit_fsync(file)
 
 
 @overload
@@ -111,7 +128,6 @@ async def read_file(
 ) -> Any: ...
 @overload
 async def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
-@suggesting
 async def read_file(
     path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
 ) -> Any:
@@ -142,10 +158,13 @@ async def read_file(
     >>> asyncio.run(nvmeio.aio.read_file("data.bin", offset=16, dtype=np.int64))
     array([2, 3])
     """
-    return await reading(Awaiting(), path, offset, size, dtype)
+    file, array, left = await in_thread(opened_for, path, offset, size, dtype)
+    with file:
+        if left:
+            await default_handle().submit_read(bytes_of(array), file, offset)
+    return as_dtype(array, dtype)
 
 
-@suggesting
 async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
@@ -182,7 +201,6 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     return int(await default_handle().submit_read(buffer, file, offset))
 
 
-@suggesting
 async def write_file(
     buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True
 ) -> int:
@@ -218,10 +236,16 @@ async def write_file(
     >>> asyncio.run(nvmeio.aio.write_file(np.arange(4), "data.bin"))
     32
     """
-    return await writing(Awaiting(), buffer, path, sync=sync, atomic=atomic)
+    path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
+    held, handle = borrow(buffer, writable=False), default_handle()
+    async with InThread(new_contents(path, sync=sync, atomic=atomic)) as file:
+        await handle.submit_write(held, file)
+        await in_thread(cut, file, held.nbytes)
+        if sync or atomic:
+            await handle.submit_fsync(file)
+    return held.nbytes
 
 
-@suggesting
 async def getitem(array: ArrayFile, index: Any) -> Any:
     """Read the elements that an index selects: ``array[index]``.
 
@@ -260,7 +284,6 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
     return await array.prefetch(index)
 
 
-@suggesting
 async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
     """Write the elements that an index selects: ``array[index] = value``.
 
@@ -293,7 +316,6 @@ async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
     await array.submit_setitem(index, value)
 
 
-@suggesting
 async def flush(array: ArrayFile, *, sync: bool = True) -> None:
     """Make the assignments to an array durable.
 
@@ -320,10 +342,12 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
     ...         await nvmeio.aio.flush(rows)
     >>> asyncio.run(main())
     """
-    await array._flushing(Awaiting(), sync=sync)
+    array._check_open()
+    if flag("sync", sync):
+        async with InThread(array._synced_name()):
+            await array._handle().submit_fsync(array._file)
 
 
-@suggesting
 async def append(array: ArrayFile, values: Any) -> None:
     """Append rows to an array.
 
@@ -359,4 +383,9 @@ async def append(array: ArrayFile, values: Any) -> None:
     >>> asyncio.run(main())
     (1, 3)
     """
-    await array._appending(Awaiting(), values)
+    rows = await in_thread(array._rows_to_append, values)
+    pause = _PAUSE_MIN_S
+    # It retries, so that no thread waits for the lock, and no cancelled task.
+    while not await in_thread(partial(array._append_rows, rows, waits=False)):
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _PAUSE_MAX_S)

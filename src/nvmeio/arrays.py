@@ -11,14 +11,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, word
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import Elements, bytes_of, element_of
 from nvmeio._arrays.indexing import (
@@ -39,7 +37,6 @@ from nvmeio._arrays.npy_header import (
     replace_shape,
 )
 from nvmeio._arrays.operators import Unread
-from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.descriptors import opened
 from nvmeio._files.locks import FileLock, locked_for_reading
 from nvmeio._files.paths import absolute, naming, synced_folder
@@ -153,7 +150,6 @@ class ArrayFile(Unread):
            [ 7,  7,  7]])
     """
 
-    @suggesting
     def __init__(
         self,
         path: Path,
@@ -236,7 +232,6 @@ class ArrayFile(Unread):
         return layout
 
     @classmethod
-    @suggesting
     def create(
         cls,
         path: Path,
@@ -429,7 +424,6 @@ class ArrayFile(Unread):
     def __dlpack_device__(self) -> tuple[int, int]:
         return _DLPACK_CPU, 0
 
-    @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
         """Read rows, in any order and with repetitions.
 
@@ -474,7 +468,6 @@ class ArrayFile(Unread):
         self._check_open()
         return self._read(self._gathering(select_rows(rows, self._axes()), out))
 
-    @suggesting
     def windows(self, starts: Any, length: int, out: Any = None) -> Any:
         """Read windows: runs of neighbouring rows, for example of a file of tokens.
 
@@ -511,10 +504,8 @@ class ArrayFile(Unread):
         array([[90, 91, 92, 93],
                [10, 11, 12, 13]])
         """
-        self._check_open()
         return self._read(self._windowing(starts, length, out))
 
-    @suggesting
     def scatter(self, rows: Any, values: Any) -> None:
         """Write rows, in any order.
 
@@ -551,7 +542,6 @@ class ArrayFile(Unread):
         """
         self._write(self._scattering(rows, values))
 
-    @suggesting
     def append(self, values: Any) -> None:
         """Append rows to the array.
 
@@ -597,14 +587,7 @@ class ArrayFile(Unread):
         ...     rows.shape
         (2, 2)
         """
-        run(self._appending(BLOCKING, values))
-
-    async def _appending(self, calls: Calls, values: Any) -> None:
-        """Append rows, as ``append`` does."""
-        rows = await calls.call(self._rows_to_append, values)
-        append = partial(self._append_rows, rows)
-        with naming(self.path):
-            await calls.locked(append, partial(append, waits=False))
+        self._append_rows(self._rows_to_append(values))
 
     def _rows_to_append(self, values: Any) -> Array:
         """Convert values to rows of the array."""
@@ -614,7 +597,7 @@ class ArrayFile(Unread):
 
     def _append_rows(self, rows: Array, *, waits: bool = True) -> bool:
         """Append rows; or return False if another has the lock, and this must not wait."""
-        with FileLock(self._file) as lock:
+        with naming(self.path), FileLock(self._file) as lock:
             if not lock.take(waits=waits):
                 return False
             self._append_locked(rows, lock.descriptor)
@@ -622,7 +605,9 @@ class ArrayFile(Unread):
 
     def _append_locked(self, rows: Array, descriptor: int) -> None:
         """Append rows to the array that the file has now, while its lock is held."""
-        self._check_can_append()
+        if self._is_raw and not self._can_grow:
+            why = "rows have no bytes" if self._reaches_end else "bytes follow the array"
+            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
         layout = self._layout_now(descriptor)
         if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
             raise ValueError(f"{self.path!r} has another array behind this one")
@@ -674,7 +659,6 @@ class ArrayFile(Unread):
             # For pickling.
             self._arguments["shape"] = (-1, *shape[1:])
 
-    @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
         """Start reading the elements that an index selects.
 
@@ -718,7 +702,6 @@ class ArrayFile(Unread):
         """
         return self._begin(self._reading(index, out), after)
 
-    @suggesting
     def prefetch_windows(
         self, starts: Any, length: int, out: Any = None, *, after: After = None
     ) -> Request:
@@ -750,10 +733,8 @@ class ArrayFile(Unread):
         array([[90, 91, 92],
                [ 0,  1,  2]])
         """
-        self._check_open()
         return self._begin(self._windowing(starts, length, out), after)
 
-    @suggesting
     def submit_scatter(
         self, rows: Any, values: Any, *, after: After = None
     ) -> Request[int]:
@@ -792,7 +773,6 @@ class ArrayFile(Unread):
         """
         return self._begin_writing(self._scattering(rows, values), after)
 
-    @suggesting
     def submit_setitem(
         self, index: Any, value: Any, *, after: After = None
     ) -> Request[int]:
@@ -836,7 +816,6 @@ class ArrayFile(Unread):
         """
         return self._begin_writing(self._writing(index, value), after)
 
-    @suggesting
     def flush(self, *, sync: bool = True) -> None:
         """Make what was written survive a power loss.
 
@@ -861,17 +840,17 @@ class ArrayFile(Unread):
         ...     rows[0] = 1
         ...     rows.flush()
         """
-        run(self._flushing(BLOCKING, sync=sync))
-
-    async def _flushing(self, calls: Calls, *, sync: bool) -> None:
-        """Make assignments durable, as ``flush`` does."""
         self._check_open()
-        if not flag("sync", sync):
-            return
-        made, handle = self._created, self._handle()
-        folder = contextlib.nullcontext() if made is None else synced_folder(made)
-        async with calls.entered(folder):
-            await calls.transfer(handle.fsync, handle.submit_fsync, self._file)
+        if flag("sync", sync):
+            with self._synced_name():
+                self._handle().fsync(self._file)
+
+    @contextlib.contextmanager
+    def _synced_name(self) -> Iterator[None]:
+        """Sync the name of a file that ``create`` made at the end of the block."""
+        made = self._created
+        with contextlib.nullcontext() if made is None else synced_folder(made):
+            yield
         self._created = None
 
     def close(self) -> None:
@@ -887,13 +866,7 @@ class ArrayFile(Unread):
     def __enter__(self) -> "Self":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-        /,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -993,12 +966,6 @@ class ArrayFile(Unread):
         """Whether the size of a file of raw bytes says how many rows it has."""
         return bool(self._shape and self._row_bytes and self._reaches_end)
 
-    def _check_can_append(self) -> None:
-        """Refuse raw bytes that cannot have more rows."""
-        if self._is_raw and not self._can_grow:
-            why = "rows have no bytes" if self._reaches_end else "bytes follow the array"
-            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
-
     def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
         """Write rows at the end of the array, and then the header."""
         shape = (layout.shape[0] + len(rows), *layout.shape[1:])
@@ -1035,6 +1002,7 @@ class ArrayFile(Unread):
 
     def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
         """Return the transfer that reads windows."""
+        self._check_open()
         length = whole("length", length, 0, len(self))
         return self._gathering(select_windows(starts, length, self._shape), out)
 
@@ -1193,18 +1161,13 @@ def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
 
 def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
     """Create a file, or open one that ``overwrite`` permits the caller to truncate."""
+    flags = os.O_RDWR | os.O_CREAT | (0 if overwrite else os.O_EXCL)
     try:
-        mode = "w+b" if overwrite else "x+b"
         # Without a buffer, which close() would write out after an error, too.
-        return open(path, mode, buffering=0, opener=_opened_uncut)
+        return open(path, "r+b", 0, opener=lambda name, _: os.open(name, flags, 0o666))
     except FileExistsError as error:
         words = f"{error.strerror}; overwrite=True replaces its contents"
         raise FileExistsError(error.errno, words, path) from None
-
-
-def _opened_uncut(path: str | bytes, flags: int) -> int:
-    """Open a file as open() would, but without truncating it."""
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def _restore(

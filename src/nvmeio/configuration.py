@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypedDict, overload
 
 from nvmeio._arguments.checks import word
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.units import in_binary
 from nvmeio._config.build import EngineInfo, Feature, build_record, versions
 from nvmeio._config.options import environment, handle_options
@@ -48,7 +47,6 @@ def show_config(mode: Literal["stdout"] = "stdout") -> None: ...
 def show_config(mode: Literal["dicts"]) -> Configuration: ...
 
 
-@suggesting
 def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | None:
     """Show how nvmeio was built, which engines work, and the options of a handle.
 

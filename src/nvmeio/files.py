@@ -1,9 +1,8 @@
-"""Read and write whole files in one call, also by DeepSpeed's two functions."""
+"""Read and write whole files in one call."""
 
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
 from typing import Any, overload
@@ -11,21 +10,19 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import flag, integer, path_of, refuse_path, whole
-from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import bytes_of, element_of
-from nvmeio._events.calls import BLOCKING, Calls, run
+from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
-from nvmeio._native.aio_handle import aio_handle
-from nvmeio._native.buffer import Buffer, borrow
+from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio.default import default_handle
 
-__all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
+__all__ = ["read_file", "read_into", "write_file"]
 
 
 @overload
@@ -38,7 +35,6 @@ def read_file(
 ) -> Any: ...
 @overload
 def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
-@suggesting
 def read_file(
     path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
 ) -> Any:
@@ -84,30 +80,21 @@ def read_file(
     >>> nvmeio.read_file("values.bin", offset=8, size=8, dtype=np.float32)
     array([2., 3.], dtype=float32)
     """
-    return run(reading(BLOCKING, path, offset, size, dtype))
+    file, array, left = opened_for(path, offset, size, dtype)
+    with file:
+        if left:
+            default_handle().read(bytes_of(array), file, offset)
+    return as_dtype(array, dtype)
 
 
-async def reading(
-    calls: Calls, path: Path, offset: int, size: int | None, dtype: Any
-) -> Any:
-    """Read a file, or part of it, as ``read_file`` does."""
+def opened_for(
+    path: Path, offset: int, size: int | None, dtype: Any
+) -> tuple[File, npt.NDArray[Any], int]:
+    """Open a file and make an array; also return how many bytes are still to be read."""
     offset = whole("offset", offset, 0, 2**63 - 1)
     if size is not None:
         size = whole("size", size, 0, 2**63 - 1)
     element = np.dtype(np.uint8) if dtype is None else element_of(dtype)
-    file, array, left = await calls.call(_opened, path, offset, size, element)
-    with file:
-        if left:
-            handle, view = default_handle(), bytes_of(array)
-            await calls.transfer(handle.read, handle.submit_read, view, file, offset)
-    library = None if dtype is None else library_of_dtype(dtype)
-    return array if library is None else library.to_tensor(array, dtype)
-
-
-def _opened(
-    path: Path, offset: int, size: int | None, element: np.dtype[Any]
-) -> tuple[File, npt.NDArray[Any], int]:
-    """Open a file and make an array; also return how many bytes are still to be read."""
     file = File(path)
     try:
         end = file.size
@@ -123,6 +110,12 @@ def _opened(
     except BaseException:
         file.close()
         raise
+
+
+def as_dtype(array: npt.NDArray[Any], dtype: Any) -> Any:
+    """Return an array, or a tensor of its memory if the dtype is a tensor's."""
+    library = None if dtype is None else library_of_dtype(dtype)
+    return array if library is None else library.to_tensor(array, dtype)
 
 
 def _is_of_sysfs(file: File, size: int) -> bool:
@@ -159,7 +152,6 @@ def _read_to_the_end(file: File) -> bytearray:
         return bytearray(stream.read())
 
 
-@suggesting
 def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
@@ -203,7 +195,6 @@ def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     return default_handle().read(buffer, file, offset)
 
 
-@suggesting
 def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True) -> int:
     """Write exactly the bytes of a buffer to a file.
 
@@ -256,32 +247,14 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     >>> nvmeio.write_file(np.arange(4), "data.bin", sync=True)
     32
     """
-    return run(writing(BLOCKING, buffer, path, sync=sync, atomic=atomic))
-
-
-async def writing(
-    calls: Calls, buffer: Any, path: Path, *, sync: bool, atomic: bool
-) -> int:
-    """Write the bytes of a buffer to a file as ``write_file`` does."""
-    path = path_of(path)
-    sync, atomic = flag("sync", sync), flag("atomic", atomic)
-    held = _borrow(buffer, writable=False)
-    handle = default_handle()
-    async with calls.entered(new_contents(path, sync=sync, atomic=atomic)) as file:
-        await calls.transfer(handle.write, handle.submit_write, held, file)
-        await calls.call(cut, file, held.nbytes)
+    path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
+    held, handle = borrow(buffer, writable=False), default_handle()
+    with new_contents(path, sync=sync, atomic=atomic) as file:
+        handle.write(held, file)
+        cut(file, held.nbytes)
         if sync or atomic:
-            await calls.transfer(handle.fsync, handle.submit_fsync, file)
+            handle.fsync(file)
     return held.nbytes
-
-
-def _borrow(buffer: Any, *, writable: bool) -> Buffer:
-    """Hold the memory of a buffer before there is a request."""
-    try:
-        return borrow(buffer, writable=writable)
-    except TypeError:
-        refuse_path(buffer)
-        raise
 
 
 @contextlib.contextmanager
@@ -329,6 +302,8 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
         yield file
         with replacement(target) as temporary:
             link(file.fileno(), temporary)
+            # If this fails, bytes may be missing.
+            file.close()
 
 
 def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
@@ -355,123 +330,3 @@ def _in_folder(create: Callable[[], File]) -> File:
     except PermissionError as error:
         words = f"{error.strerror} (its folder, in which a new file must be created)"
         raise PermissionError(error.errno, words, error.filename) from error
-
-
-def cut(file: File, size: int) -> None:
-    """Truncate a file to its new contents; do nothing for a device."""
-    found = os.fstat(file.fileno())
-    if found.st_size != size and stat.S_ISREG(found.st_mode):
-        file.truncate(size)
-
-
-@suggesting
-def aio_read(
-    buffer: Any,
-    filename: Path,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Read a whole file into a buffer of its size, like DeepSpeed's function.
-
-    Parameters
-    ----------
-    buffer : array, tensor or object with the buffer protocol
-        The memory to fill.
-    filename : str, bytes or os.PathLike
-        The file.
-    block_size, queue_depth, single_submit, overlap_events
-        As for ``aio_handle``.
-    validate : bool
-        Compare the buffer afterwards with an ordinary read of the file.
-
-    Returns
-    -------
-    int
-        Always 0.
-
-    Raises
-    ------
-    OSError
-        The file cannot be read; has errno and path.  EINVAL: the file and the buffer differ
-        in size.
-    TypeError, ValueError
-        The buffer cannot be read into, or an argument is of the wrong type or out of range.
-
-    Examples
-    --------
-    >>> options = 1 << 20, 32, False, False, False
-    >>> nvmeio.aio_write(np.arange(1000), "data.bin", *options)
-    0
-    >>> array = np.empty(1000, np.int64)
-    >>> nvmeio.aio_read(array, "data.bin", *options)
-    0
-    """
-    with (
-        _op(block_size, queue_depth, single_submit, overlap_events) as handle,
-        File(filename) as file,
-    ):
-        held, size = _borrow(buffer, writable=True), file.size
-        if held.nbytes != size:
-            raise OSError(
-                errno.EINVAL,
-                f"the buffer has {held.nbytes} bytes and the file {size}; aio_read() reads "
-                "a whole file, aio_handle reads parts",
-                file.path,
-            )
-        return handle.read(held, file, validate)
-
-
-@suggesting
-def aio_write(
-    buffer: Any,
-    filename: Path,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Write exactly the bytes of a buffer to a file, like DeepSpeed's function.
-
-    Parameters
-    ----------
-    buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate
-        As for ``aio_read``.  A longer file is truncated after the bytes were written.
-
-    Returns
-    -------
-    int
-        Always 0.
-
-    Raises
-    ------
-    OSError
-        The file cannot be written; has errno and path.
-    TypeError, ValueError
-        The buffer cannot be written, or an argument is of the wrong type or out of range.
-
-    Examples
-    --------
-    >>> options = 1 << 20, 32, False, False, False
-    >>> nvmeio.aio_write(np.arange(1000), "data.bin", *options)
-    0
-    """
-    held = _borrow(buffer, writable=False)
-    with (
-        _op(block_size, queue_depth, single_submit, overlap_events) as handle,
-        open_for_writing(filename) as file,
-    ):
-        status = handle.write(held, file, validate)
-        cut(file, held.nbytes)
-    return status
-
-
-def _op(
-    block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool
-) -> aio_handle:
-    """Open a handle; refuse None, which means the environment's value elsewhere."""
-    sizes = integer("block_size", block_size), integer("queue_depth", queue_depth)
-    return aio_handle(*sizes, single_submit, overlap_events)

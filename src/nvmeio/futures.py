@@ -12,10 +12,9 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nvmeio._arguments.checks import word
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._events.listener import Listener, Workers
 from nvmeio._events.listener import Request as Awaited
 from nvmeio._native.arguments import deadline_ns
@@ -175,12 +174,14 @@ class Completions(Generic[R]):
 
     async def __anext__(self) -> R:
         """Wait for the next request without blocking the event loop, and return it."""
+        import asyncio
+
         from nvmeio._events.event_loop import TaskListener
 
         with self._alone():
             if not self._left:
                 raise StopAsyncIteration
-            listener = self._listening(TaskListener)
+            listener = self._listening(TaskListener, asyncio.get_running_loop())
             while not listener.done:
                 left_s = _left_s(self._end_ns)
                 if left_s <= 0:
@@ -203,9 +204,9 @@ class Completions(Generic[R]):
         finally:
             self._asked.release()
 
-    def _listening(self, kind: type[Kind]) -> Kind:
+    def _listening(self, kind: type[Kind], loop: Any = None) -> Kind:
         """Return the listener for the remaining requests, of a thread or of a loop."""
-        if isinstance(self._listener, kind):
+        if isinstance(self._listener, kind) and self._listener.loop is loop:
             return self._listener
         made = kind()
         unheard = self._unheard if self._listener is None else self._listener.leave()
@@ -242,7 +243,6 @@ class Completions(Generic[R]):
             listener.close()
 
 
-@suggesting
 def as_completed(requests: Iterable[R], timeout: float | None = None) -> Completions[R]:
     """Iterate over requests in the order in which they complete.
 
@@ -294,7 +294,6 @@ def as_completed(requests: Iterable[R], timeout: float | None = None) -> Complet
     return Completions(_checked(requests), timeout)
 
 
-@suggesting
 def wait(
     requests: Iterable[R],
     timeout: float | None = None,

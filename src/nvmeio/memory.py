@@ -7,13 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import Shape, extents_of
-from nvmeio._arguments.keywords import suggesting
-from nvmeio._native.locked import pool_memory
+from nvmeio._native.pool import pool_memory
 
 __all__ = ["empty"]
 
 
-@suggesting
 def empty(
     shape: Shape,
     dtype: npt.DTypeLike = float,

@@ -6,21 +6,19 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import bytes_of, storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
-from nvmeio._events.calls import BLOCKING, Calls, run
+from nvmeio._files.descriptors import cut
 from nvmeio._memory.registry import library_of
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
-from nvmeio.files import cut, new_contents
+from nvmeio.files import new_contents
 from nvmeio.memory import empty
 
 __all__ = ["load", "save"]
 
 
-@suggesting
 def load(path: Path) -> npt.NDArray[Any]:
     """Read a whole .npy file.
 
@@ -56,20 +54,14 @@ def load(path: Path) -> npt.NDArray[Any]:
     >>> nvmeio.load("data.npy")
     array([0, 1, 2, 3])
     """
-    return run(loading(BLOCKING, path))
-
-
-async def loading(calls: Calls, path: Path) -> npt.NDArray[Any]:
-    """Read a whole .npy file as ``load`` does."""
-    file, layout, array = await calls.call(_opened, path)
+    file, layout, array = opened_npy(path)
     with file:
         if array.nbytes:
-            handle, view = default_handle(), bytes_of(array)
-            await calls.transfer(handle.read, handle.submit_read, view, file, layout.offset)
+            default_handle().read(bytes_of(array), file, layout.offset)
     return array.T if layout.fortran else array
 
 
-def _opened(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
+def opened_npy(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
     """Open a file, read its header, and allocate an array for its elements."""
     file = File(path)
     try:
@@ -81,7 +73,6 @@ def _opened(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
         raise
 
 
-@suggesting
 def save(path: Path, array: Any, *, sync: bool = False) -> None:
     """Write an array or a tensor as a .npy file.
 
@@ -116,29 +107,20 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     >>> np.load("data.npy")
     array([0, 1, 2, 3])
     """
-    run(saving(BLOCKING, path, array, sync=sync))
-
-
-async def saving(calls: Calls, path: Path, array: Any, *, sync: bool) -> None:
-    """Write an array or a tensor as a .npy file as ``save`` does."""
     path, sync = path_of(path), flag("sync", sync)
-    dtype, shape, source = await calls.call(_source_of, array)
-    header = header_of(shape, dtype)
+    header, source = header_and_source(array)
     handle = default_handle()
-    async with calls.entered(new_contents(path, sync=sync, atomic=True)) as file:
-        await calls.transfer(handle.write, handle.submit_write, header, file)
-        size = await calls.transfer(
-            handle.write, handle.submit_write, source, file, len(header)
-        )
-        await calls.call(cut, file, len(header) + size)
-        await calls.transfer(handle.fsync, handle.submit_fsync, file)
+    with new_contents(path, sync=sync, atomic=True) as file:
+        handle.write(header, file)
+        size = handle.write(source, file, len(header))
+        cut(file, len(header) + size)
+        handle.fsync(file)
 
 
-def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
-    """Return dtype, shape and memory of the array or tensor to save."""
-    library = library_of(array)
-    if library is not None:
-        return storable(array.dtype), tuple(array.shape), array
+def header_and_source(array: Any) -> tuple[bytes, Any]:
+    """Return the header and the memory of the array or tensor to save."""
+    if library_of(array) is not None:
+        return header_of(tuple(array.shape), storable(array.dtype)), array
     found = np.asarray(array)
-    dtype = storable(found.dtype)
-    return dtype, found.shape, bytes_of(np.ascontiguousarray(found))
+    header = header_of(found.shape, storable(found.dtype))
+    return header, bytes_of(np.ascontiguousarray(found))

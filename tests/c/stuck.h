@@ -32,9 +32,9 @@ static inline void tell_request(const struct nvmeio_request *request)
         "%u "
         "blocks in flight\n",
         (int)request->op, atomic_load(&request->state), request->error,
-        request->cancelled, request->queued, request->write_before != NULL,
-        request->barrier, (long long)request->ordered_from, request->span,
-        request->plan.count, request->position, request->size, request->in_flight);
+        request->cancelled, request->queued, request->in_line, request->barrier,
+        (long long)request->ordered_from, request->span, request->plan.count,
+        request->position, request->size, request->in_flight);
     fprintf(stderr, "handle: engine %s, %u requests, queue %s, %u workers, %u alive\n",
             handle->workers.ops->name, handle->queue.active_count,
             handle->queue.first ? "filled" : "empty", handle->workers.started,

@@ -49,6 +49,96 @@ static void test_a_request_starts_when_all_predecessors_are_done(void)
     stage_close();
 }
 
+static void *starters[10];
+static unsigned started;
+
+static bool note_starter(struct nvmeio_block *block)
+{
+    if (block->op == NVMEIO_OP_READ)
+        starters[started++] = block->request->user;
+    return perform(block);
+}
+
+static void test_dependents_start_in_the_order_of_submission(void)
+{
+    struct nvmeio_request *dependents[10];
+
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
+    for (size_t i = 0; i < 10; i++) {
+        struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+        t.size = BLOCK;
+        t.user = &starters[i];
+        dependents[i] = submit_after(t, &before, 1);
+    }
+    play(note_starter);
+    for (size_t i = 0; i < 10; i++)
+        CHECK(finish(dependents[i]).result == BLOCK);
+    for (size_t i = 0; i < 10; i++)
+        CHECK(starters[i] == &starters[i]);
+    finish(before);
+    stage_close();
+}
+
+/* Writes and fsyncs of a few files in random order. */
+static struct entry {
+    struct nvmeio_file *file;
+    enum nvmeio_op op;
+    bool done;
+} entries[300];
+
+static bool perform_in_random_order(struct nvmeio_block *block)
+{
+    struct entry *entry = block->request->user;
+
+    if (block->op == NVMEIO_OP_WRITE) {
+        if (rand() % 4)
+            return false;
+        entry->done = true;
+        return perform(block);
+    }
+    for (const struct entry *e = entries; e < entry; e++)
+        CHECK(e->file != entry->file || e->op != NVMEIO_OP_WRITE || e->done);
+    return perform(block);
+}
+
+static void test_an_fsync_waits_for_all_writes_of_its_file_before_it(void)
+{
+    struct nvmeio_file *files[5];
+    struct nvmeio_request *requests[300];
+    char memory[100] = {0};
+
+    stage_open(16);
+    play(hold);
+    for (int i = 0; i < 5; i++) {
+        const char *path = path_in(test_folder());
+        make_file(path, 100, 1);
+        files[i] = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
+    }
+    for (int i = 0; i < 300; i++) {
+        struct entry *e = &entries[i];
+        *e = (struct entry){files[rand() % 5],
+                            rand() % 3 ? NVMEIO_OP_WRITE : NVMEIO_OP_FSYNC, false};
+        struct nvmeio_transfer t = transfer_of(
+            e->op, e->file, memory, e->op == NVMEIO_OP_WRITE ? sizeof(memory) : 0, 0);
+        t.user = e;
+        requests[i] = submit(stage.handle, &t);
+    }
+    /* Some end before their turn. */
+    for (int i = 50; i < 300; i += 7)
+        entries[i].done = nvmeio_request_cancel(requests[i]) == 1;
+    play(perform_in_random_order);
+    for (int i = 0; i < 300; i++) {
+        int64_t result = finish(requests[i]).result;
+        CHECK(result == -ECANCELED ||
+              result == (entries[i].op == NVMEIO_OP_WRITE ? 100 : 0));
+    }
+    for (int i = 0; i < 5; i++)
+        nvmeio_file_release(files[i]);
+    stage_close();
+}
+
 /* A predecessor that was done before the submission delays nothing. */
 static void test_finished_predecessors_delay_nothing(void)
 {
@@ -285,6 +375,8 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_a_request_starts_when_all_predecessors_are_done();
+    test_dependents_start_in_the_order_of_submission();
+    test_an_fsync_waits_for_all_writes_of_its_file_before_it();
     test_finished_predecessors_delay_nothing();
     test_a_failure_is_passed_on(false);
     test_a_failure_is_passed_on(true);

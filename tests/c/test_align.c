@@ -41,9 +41,10 @@ static void check_direct_piece(const struct situation *s, const struct nvmeio_pi
         CHECK(s->geometry.bounce != NVMEIO_BOUNCE_NEVER);
     }
     CHECK(s->geometry.direct);
-    /* A write leaves pages that it does not fill to the page cache. */
+    /* A write leaves pages and blocks that it does not fill to the page cache. */
     if (s->op == NVMEIO_OP_WRITE)
-        CHECK(aligned((uint64_t)p->io_offset, PAGE) && aligned(p->io_bytes, PAGE));
+        CHECK(aligned((uint64_t)p->io_offset, s->geometry.edge) &&
+              aligned(p->io_bytes, s->geometry.edge));
 }
 
 ONE_THREAD static void check_piece(const struct situation *s,
@@ -138,6 +139,7 @@ static void test_every_byte_takes_one_possible_route(void)
 {
     static const uint32_t memory_aligns[] = {4, 512};
     static const uint32_t offset_aligns[] = {1, 512, 4096};
+    static const uint32_t edges[] = {4096, 16384};
     static const size_t blocks[] = {4096, 65536};
 
     for (int m = 0; m < 2; m++)
@@ -148,6 +150,7 @@ static void test_every_byte_takes_one_possible_route(void)
                         .geometry = {.direct = rest & 1,
                                      .memory_align = memory_aligns[m],
                                      .offset_align = offset_aligns[o],
+                                     .edge = edges[b],
                                      .bounce = (enum nvmeio_bounce)(rest / 4)},
                         .op = rest & 2 ? NVMEIO_OP_WRITE : NVMEIO_OP_READ,
                         .block_bytes = blocks[b],
@@ -158,7 +161,10 @@ static void test_every_byte_takes_one_possible_route(void)
 static void test_every_size_and_offset_of_the_first_pages(void)
 {
     struct situation s = {
-        .geometry = {.direct = true, .memory_align = 512, .offset_align = 512},
+        .geometry = {.direct = true,
+                     .memory_align = 512,
+                     .offset_align = 512,
+                     .edge = 4096},
         .block_bytes = 4096,
     };
     for (int op = 0; op < 2; op++)
@@ -174,7 +180,7 @@ static void test_every_size_and_offset_of_the_first_pages(void)
 
 static void test_an_aligned_transfer_is_one_direct_span(void)
 {
-    struct nvmeio_geometry geometry = {true, 512, 512, NVMEIO_BOUNCE_AUTO};
+    struct nvmeio_geometry geometry = {true, 512, 512, 4096, NVMEIO_BOUNCE_AUTO};
     struct nvmeio_plan plan;
 
     nvmeio_plan_make(&plan, &geometry, NVMEIO_OP_WRITE, 0x200, 8192, 4096);
@@ -184,7 +190,7 @@ static void test_an_aligned_transfer_is_one_direct_span(void)
 
 static void test_a_large_alignment_is_kept(void)
 {
-    struct nvmeio_geometry geometry = {true, 4096, 65536, NVMEIO_BOUNCE_AUTO};
+    struct nvmeio_geometry geometry = {true, 4096, 65536, 65536, NVMEIO_BOUNCE_AUTO};
     struct nvmeio_plan plan;
 
     nvmeio_plan_make(&plan, &geometry, NVMEIO_OP_WRITE, 0x1000, 300000, 4096);
@@ -195,7 +201,7 @@ static void test_a_large_alignment_is_kept(void)
 
 static void test_nothing_needs_no_span(void)
 {
-    struct nvmeio_geometry geometry = {true, 512, 512, NVMEIO_BOUNCE_AUTO};
+    struct nvmeio_geometry geometry = {true, 512, 512, 4096, NVMEIO_BOUNCE_AUTO};
     struct nvmeio_plan plan;
 
     nvmeio_plan_make(&plan, &geometry, NVMEIO_OP_READ, 0x201, 0, 77);

@@ -78,8 +78,8 @@ static void test_local_file_systems_are_recognized(void)
     struct nvmeio_file *other =
         open_file("/proc/version", O_RDONLY, NVMEIO_DIRECT_AUTO);
 
-    CHECK(in_memory->local && in_memory->in_memory && !in_memory->fuse);
-    CHECK(!other->local && !other->in_memory && !other->fuse);
+    CHECK(in_memory->local && in_memory->in_memory && !in_memory->aside);
+    CHECK(!other->local && !other->in_memory && !other->aside);
     nvmeio_file_release(in_memory);
     nvmeio_file_release(other);
 }

@@ -173,18 +173,20 @@ static void warm(const char *path, bool partly)
 }
 
 /* 1. Bytes come from the right offsets and go to the right places. */
-static void test_bytes_and_places(const char *path, const struct nvmeio_config *config)
+static void test_bytes_and_places(const char *path, const struct nvmeio_config *config,
+                                  uint64_t seed)
 {
+    uint64_t last = seed + 20;
     make_file(path, FILE_BYTES, 1);
     struct nvmeio_handle *handle = open_handle(config);
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
 
-    for (uint64_t seed = 1; seed <= 60; seed++) {
+    for (; seed < last; seed++) {
         warm(path, seed % 2);
         check_gathers(handle, file, seed);
     }
     nvmeio_file_release(file);
-    for (uint64_t seed = 1; seed <= 12; seed++) {
+    for (; seed < last + 4; seed++) {
         make_file(path, FILE_BYTES, 1);
         file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
         check_scatters(handle, path, file, seed);
@@ -197,17 +199,17 @@ static void test_records_take_the_expected_routes(const char *path, const char *
 {
     struct nvmeio_config config = config_of(engine);
 
-    test_bytes_and_places(path, &config);
+    test_bytes_and_places(path, &config, 1);
     config.block_bytes = 4096;
     config.workers = 3;
-    test_bytes_and_places(path, &config);
+    test_bytes_and_places(path, &config, 101);
     config.block_bytes = MIB;
     config.queue_depth = 200;
     config.bounce = NVMEIO_BOUNCE_NEVER;
-    test_bytes_and_places(path, &config);
+    test_bytes_and_places(path, &config, 201);
     config.bounce = NVMEIO_BOUNCE_ALWAYS;
     config.single_submit = true;
-    test_bytes_and_places(path, &config);
+    test_bytes_and_places(path, &config, 301);
 }
 
 static uint64_t blocks_of(struct nvmeio_handle *handle)
@@ -261,6 +263,38 @@ static void test_neighbours_are_merged(const char *path, const char *engine)
 }
 
 /* 3. Invalid records are refused before anything is read, with the first of them. */
+/* All of them are one extent, of many blocks: each block finds the records that begin
+ * in it, and the long ones that began before it. */
+static void test_short_and_long_records_within_a_longer_one(const char *path,
+                                                            const char *engine)
+{
+    static struct plan plan;
+    struct nvmeio_config config = config_of(engine);
+    size_t end = 0;
+
+    plan.count = 0;
+    for (int i = 0; i < 400; i++) {
+        int64_t size = i == 0        ? (int64_t)(2 * MIB)
+                       : i % 40 == 1 ? (int64_t)(200 * KIB)
+                                     : 100;
+        plan.offsets[plan.count] = i * 4001;
+        plan.sizes[plan.count] = size;
+        plan.places[plan.count++] = (int64_t)end;
+        end += (size_t)size;
+    }
+    struct guarded memory = guarded_new(end, 0);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
+    CHECK(gather(handle, &what).result == (int64_t)end);
+    for (size_t i = 0; i < plan.count; i++)
+        CHECK(file_holds(path, memory.address + plan.places[i], (size_t)plan.sizes[i],
+                         plan.offsets[i]));
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+    guarded_free(&memory);
+}
+
 static void test_refusals(const char *path, const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
@@ -535,6 +569,7 @@ int main(void)
         test_records_take_the_expected_routes(path, name);
         make_file(path, FILE_BYTES, 1);
         test_neighbours_are_merged(path, name);
+        test_short_and_long_records_within_a_longer_one(path, name);
         test_refusals(path, name);
         test_a_gather_of_nothing_is_done_at_once(path, name);
         test_cancel(path, name);

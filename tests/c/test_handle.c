@@ -2,9 +2,11 @@
  */
 #include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <time.h>
 
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -476,6 +478,28 @@ static void test_a_cancelled_thread_leaves_nothing_locked(const char *engine)
     close(fd);
 }
 
+static void *stop_cancelled(void *handle)
+{
+    pthread_cancel(pthread_self());
+    nvmeio_handle_stop(handle);
+    pthread_testcancel();
+    return NULL;
+}
+
+/* It joins workers, which is a cancellation point. */
+static void test_a_cancelled_thread_stops_a_handle(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    pthread_t thread;
+    void *end;
+
+    CHECK(pthread_create(&thread, NULL, stop_cancelled, handle) == 0);
+    pthread_join(thread, &end);
+    CHECK(end == PTHREAD_CANCELED);
+    nvmeio_handle_close(handle);
+}
+
 static void *submit_and_sit(void *argument)
 {
     struct sitter *sitter = argument;
@@ -614,6 +638,33 @@ static void test_a_read_goes_to_a_worker_with_a_free_slot(void)
     guarded_free(&memory);
 }
 
+static void on_fault(int number)
+{
+    _exit(number == SIGBUS ? 7 : 1);
+}
+
+/* A worker copies into a mapping of a file that has become shorter: the program's own
+ * handler decides what happens. */
+static void test_a_fault_in_a_worker_calls_the_handler(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        FILE *mapped = tmpfile();
+        char *memory =
+            mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(mapped), 0);
+        signal(SIGBUS, on_fault);
+        config.bounce = NVMEIO_BOUNCE_ALWAYS;
+        struct nvmeio_handle *handle = open_handle(&config);
+        struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+        read_at(handle, file, memory, 4 * PAGE, 0);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+}
+
 int main(void)
 {
     const char *engine;
@@ -633,10 +684,12 @@ int main(void)
         test_close_while_a_thread_waits(engine);
         test_a_storm_of_signals_loses_nothing(engine);
         test_workers_take_no_signals_of_the_program(engine);
+        test_a_fault_in_a_worker_calls_the_handler(engine);
         test_a_cancel_at_any_moment_has_one_of_two_outcomes(engine);
         test_an_fsync_waits_for_writes_of_all_threads(engine);
         test_an_fsync_of_the_data_alone_is_fdatasync(engine);
         test_a_cancelled_thread_leaves_nothing_locked(engine);
+        test_a_cancelled_thread_stops_a_handle(engine);
         test_drain_needs_no_help_of_the_submitting_thread(engine);
         test_many_threads_may_stop_a_handle_and_then_close_it(engine);
         test_statistics_stay_right_while_workers_stop(engine);

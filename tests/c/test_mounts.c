@@ -1,5 +1,4 @@
-/* A full disk and a disk with 4096-byte sectors, both on loop devices.  Skipped without
- * root. */
+/* A full disk, on a loop device.  Skipped without root. */
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -33,12 +32,11 @@ static void unmount(void)
     folder[0] = device[0] = '\0';
 }
 
-static void attach(const char *image, const char *sector_bytes)
+static void attach(const char *image)
 {
     char command[512];
 
-    snprintf(command, sizeof(command), "losetup --show -f -b %s %s 2>/dev/null",
-             sector_bytes, image);
+    snprintf(command, sizeof(command), "losetup --show -f %s 2>/dev/null", image);
     FILE *output = popen(command, "r");
     CHECK(output);
     if (!fgets(device, sizeof(device), output))
@@ -49,15 +47,15 @@ static void attach(const char *image, const char *sector_bytes)
         SKIP("losetup gives no loop device");
 }
 
-/* Mount a file system with the given sector size on `folder`. */
-static void mount_disk(const char *sector_bytes)
+/* Mount a file system on `folder`. */
+static void mount_disk(void)
 {
     const char *image = path_in(test_folder());
     int fd = open(image, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
 
     CHECK(fd >= 0 && ftruncate(fd, DISK_BYTES) == 0);
     close(fd);
-    attach(image, sector_bytes);
+    attach(image);
     CHECK(run("mkfs.ext4 -q -F %s >/dev/null 2>&1%s", device, "") == 0);
     snprintf(folder, sizeof(folder), "%s.mount", image);
     CHECK(mkdir(folder, 0700) == 0);
@@ -91,39 +89,6 @@ static void test_a_full_disk_is_an_error_and_keeps_landed_bytes(const char *engi
     nvmeio_handle_close(handle);
 }
 
-static void test_sectors_of_4096_bytes_are_detected_and_respected(const char *engine)
-{
-    static const int64_t offsets[] = {0, 512, 4096, 5000};
-    struct nvmeio_config config = config_of(engine);
-    struct nvmeio_handle *handle = open_handle(&config);
-    struct nvmeio_file_info info;
-    char path[512];
-
-    snprintf(path, sizeof(path), "%s/sectors", folder);
-    make_file(path, MIB, 1);
-    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
-    nvmeio_file_get_info(file, &info);
-    CHECK(info.direct && info.offset_align == 4096);
-    for (int i = 0; i < 4; i++)
-        for (size_t residue = 0; residue < 1024; residue += 512)
-            for (size_t size = 511; size < 300000; size = size * 3 + 1) {
-                struct guarded out = guarded_new(size, residue);
-                struct guarded in = guarded_new(size, residue);
-                fill(out.address, size, (uint64_t)offsets[i], (unsigned)size);
-                CHECK(write_at(handle, file, out.address, size, offsets[i]).result ==
-                      (int64_t)size);
-                CHECK(read_at(handle, file, in.address, size, offsets[i]).result ==
-                      (int64_t)size);
-                CHECK(memcmp(in.address, out.address, size) == 0);
-                CHECK(file_holds(path, out.address, size, offsets[i]));
-                guarded_free(&out);
-                guarded_free(&in);
-            }
-    nvmeio_file_release(file);
-    unlink(path);
-    nvmeio_handle_close(handle);
-}
-
 int main(void)
 {
     const char *engine;
@@ -132,16 +97,10 @@ int main(void)
     if (geteuid() != 0)
         SKIP("only root can mount a file system");
     atexit(unmount);
-    mount_disk("512");
+    mount_disk();
     FOR_EACH_ENGINE(engine)
     {
         test_a_full_disk_is_an_error_and_keeps_landed_bytes(engine);
-    }
-    unmount();
-    mount_disk("4096");
-    FOR_EACH_ENGINE(engine)
-    {
-        test_sectors_of_4096_bytes_are_detected_and_respected(engine);
     }
     return 0;
 }

@@ -28,6 +28,7 @@ static atomic_int lock_refusals;
 static _Atomic(char *) populated;
 static atomic_int huge_requests;
 static atomic_bool mapping; /* populating waits until this is false */
+static atomic_bool unmapping, unmapping_begun;
 
 int madvise(void *address, size_t size, int advice)
 {
@@ -45,6 +46,15 @@ int madvise(void *address, size_t size, int advice)
     if (advice == MADV_HUGEPAGE)
         atomic_fetch_add(&huge_requests, 1);
     return syscall(SYS_madvise, address, size, advice);
+}
+
+int munmap(void *address, size_t size)
+{
+    if (atomic_load(&unmapping))
+        atomic_store(&unmapping_begun, true);
+    while (atomic_load(&unmapping))
+        ;
+    return (int)syscall(SYS_munmap, address, size);
 }
 
 int mlock(const void *address, size_t size)
@@ -356,6 +366,76 @@ static void test_trimming_unmaps_free_memory(void)
     CHECK(nvmeio_pool_trim() == 0);
 }
 
+static void *trim(void *unused)
+{
+    (void)unused;
+    nvmeio_pool_trim();
+    return NULL;
+}
+
+static void test_a_thread_that_trims_holds_up_no_other(void)
+{
+    pthread_t thread;
+    char *kept = alloc(4 * KIB);
+
+    nvmeio_pool_trim();
+    nvmeio_pool_free(alloc(64 * MIB));
+    uint64_t before = get_stats().bytes_mapped;
+    atomic_store(&unmapping, true);
+    CHECK(pthread_create(&thread, NULL, trim, NULL) == 0);
+    while (!atomic_load(&unmapping_begun))
+        ;
+    char *other = alloc(4 * KIB);
+    CHECK(nvmeio_pool_holds(kept) && nvmeio_pool_holds(other));
+    atomic_store(&unmapping, false);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(get_stats().bytes_mapped == before - 64 * MIB);
+    nvmeio_pool_free(other);
+    nvmeio_pool_free(kept);
+}
+
+#define PIECES 100
+#define PIECE_PAGES 4
+
+/* Against a model: pieces side by side in one huge page, of 1 to 4 pages each. */
+static void test_the_smallest_piece_that_is_large_enough_is_taken(void)
+{
+    static char *pieces[PIECES];
+    static size_t pages[PIECES];
+    unsigned random = 1;
+
+    nvmeio_pool_trim();
+
+    for (int i = 0; i < PIECES; i++) {
+        random = random * 1103515245 + 12345;
+        pages[i] = 1 + (random >> 16) % PIECE_PAGES;
+        pieces[i] = alloc(pages[i] * 4 * KIB);
+    }
+    CHECK(get_stats().bytes_mapped == 2 * MIB);
+    /* Every other piece is freed, so that no two of them are joined. */
+    for (int i = 0; i < PIECES; i += 2)
+        nvmeio_pool_free(pieces[i]);
+    for (int i = 0; i < PIECES; i += 2) {
+        int best = -1;
+        random = random * 1103515245 + 12345;
+        size_t wanted = 1 + (random >> 16) % PIECE_PAGES;
+        for (int j = 0; j < PIECES; j += 2)
+            if (pages[j] == wanted && (best < 0 || pieces[j] < pieces[best]))
+                best = j;
+        if (best < 0)
+            continue;
+        char *found = alloc(wanted * 4 * KIB);
+        CHECK(found == pieces[best]);
+        pages[best] = 0;
+    }
+    for (int i = 0; i < PIECES; i += 2)
+        if (pages[i] == 0)
+            nvmeio_pool_free(pieces[i]);
+    for (int i = 1; i < PIECES; i += 2)
+        nvmeio_pool_free(pieces[i]);
+    CHECK(get_stats().bytes_used == 0);
+}
+
 static void test_memory_comes_from_the_requested_node(void)
 {
     void *memory;
@@ -543,6 +623,37 @@ static void test_a_child_does_not_count_what_a_thread_was_mapping(void)
     pthread_join(thread, NULL);
 }
 
+static void *alloc_small(void *unused)
+{
+    (void)unused;
+    nvmeio_pool_free(alloc(4096));
+    return NULL;
+}
+
+/* One thread maps memory, and another waits for it. */
+static void test_cancelled_threads_leave_the_pool_usable(void)
+{
+    static const struct timespec pause = {0, 50000000};
+    pthread_t mapper, waiter;
+
+    alarm(30); /* a mutex that nobody will unlock must not hang the test */
+    nvmeio_pool_trim();
+    atomic_store(&mapping, true);
+    CHECK(pthread_create(&mapper, NULL, alloc_small, NULL) == 0);
+    while (get_stats().bytes_mapped == 0)
+        ;
+    CHECK(pthread_create(&waiter, NULL, alloc_small, NULL) == 0);
+    nanosleep(&pause, NULL);
+    pthread_cancel(waiter);
+    pthread_cancel(mapper);
+    nanosleep(&pause, NULL);
+    atomic_store(&mapping, false);
+    pthread_join(waiter, NULL);
+    pthread_join(mapper, NULL);
+    nvmeio_pool_free(alloc(4096));
+    alarm(0);
+}
+
 #define HELD 8
 
 static atomic_bool stop;
@@ -645,6 +756,8 @@ int main(void)
     test_freed_memory_is_reused_without_a_new_mapping();
     test_free_neighbours_are_joined();
     test_trimming_unmaps_free_memory();
+    test_a_thread_that_trims_holds_up_no_other();
+    test_the_smallest_piece_that_is_large_enough_is_taken();
     test_small_allocations_leave_large_memory_whole();
     test_rounding_wastes_less_than_a_page_or_a_huge_page();
     test_impossible_sizes_are_refused();
@@ -656,6 +769,7 @@ int main(void)
     test_uses_are_counted_and_keep_the_pin();
     test_a_child_does_not_count_what_a_thread_was_mapping();
     test_a_child_counts_the_fork_and_forgets_locks_and_uses();
+    test_cancelled_threads_leave_the_pool_usable();
     test_threads_and_forked_children_share_the_pool();
     /* Last, because these skip the rest if memory cannot be locked. */
     test_locking_is_real_and_ends_with_the_allocation(64 * KIB);

@@ -117,6 +117,72 @@ static void test_a_request_queued_just_before_a_worker_waits_is_not_missed(void)
     stage_close();
 }
 
+#define LARGE (4 * MIB)
+
+static unsigned pushed_before_small;
+
+static bool note_small(struct nvmeio_block *block)
+{
+    if (block->bytes == 512)
+        pushed_before_small = calls;
+    calls++;
+    return perform(block);
+}
+
+static void test_a_small_request_behind_a_large_one_has_its_turn_soon(void)
+{
+    const char *path = path_in(test_folder());
+    struct guarded memory = guarded_in_pool(LARGE);
+
+    stage_open(2);
+    make_file(path, LARGE, 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    play(hold);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, file, memory.address, LARGE, 0);
+    struct nvmeio_request *large = submit(stage.handle, &t);
+    await(&in_flight, 2);
+    t = transfer_of(NVMEIO_OP_READ, stage.file, stage.memory.address, 512, 0);
+    struct nvmeio_request *small = submit(stage.handle, &t);
+    play(note_small);
+    CHECK(finish(small).result == 512 && finish(large).result == LARGE);
+    CHECK(look(&calls) == LARGE / BLOCK + 1);
+    /* What is in flight, and the rest of a turn. */
+    CHECK(pushed_before_small <= NVMEIO_TURN_BYTES / BLOCK + 2);
+    nvmeio_file_release(file);
+    nvmeio_pool_free(memory.base);
+    stage_close();
+}
+
+/* Beside another request, no more is in flight than keeps a drive busy. */
+static void test_a_large_request_leaves_room_for_others(void)
+{
+    const char *path = path_in(test_folder());
+    struct guarded memory = guarded_in_pool(64 * MIB);
+
+    stage_open(64);
+    stage.config.block_bytes = MIB;
+    stage_reopen();
+    make_file(path, LARGE, 1);
+    CHECK(truncate(path, 64 * MIB) == 0);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    play(hold);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, stage.file, stage.memory.address, 512, 0);
+    struct nvmeio_request *small = submit(stage.handle, &t);
+    await(&in_flight, 1);
+    t = transfer_of(NVMEIO_OP_READ, file, memory.address, 64 * MIB, 0);
+    struct nvmeio_request *large = submit(stage.handle, &t);
+    await(&in_flight, 33);
+    pause_ms(20);
+    CHECK(look(&in_flight) == 33);
+    play(perform);
+    CHECK(finish(small).result == 512 && finish(large).result == 64 * MIB);
+    nvmeio_file_release(file);
+    nvmeio_pool_free(memory.base);
+    stage_close();
+}
+
 static void test_single_submit_submits_one_block_per_call(void)
 {
     for (int single = 0; single < 2; single++) {
@@ -292,6 +358,8 @@ int main(void)
     test_a_worker_takes_new_requests_while_it_waits();
     test_a_large_bounce_serves_one_block_at_a_time();
     test_a_request_queued_just_before_a_worker_waits_is_not_missed();
+    test_a_small_request_behind_a_large_one_has_its_turn_soon();
+    test_a_large_request_leaves_room_for_others();
     test_single_submit_submits_one_block_per_call();
     test_edges_of_a_write_wait_for_its_middle();
     test_edges_of_a_scatter_wait_for_its_middles();

@@ -1,7 +1,7 @@
 """DeepSpeed's tools for NVMe run end to end, and their bytes go through nvmeio.
 
 They are real processes that get nvmeio only by NVMEIO_DEEPSPEED.  In them and their
-children recording/sitecustomize.py records the statistics of every handle.
+children recording/sitecustomize.py records what each handle moves.
 
 Of ds_io's engines, only aio_handle works in DeepSpeed 0.19, with any op: aio_basic
 transfers and then slices a float; torch_io and torch_fastio lack the parameter for the
@@ -45,14 +45,11 @@ class Recorder:
         return sorted(self._bytes_of(path) for path in self.folder.iterdir())
 
     def _bytes_of(self, path):
-        # The last line of a handle counts; handles of functions have one line each.
+        # The last line of a handle counts; each call of a function has a line of its own.
         latest = {}
         for number, line in enumerate(path.read_text().splitlines()):
             record = json.loads(line)
-            key = record["handle"] if record["call"] == "wait" else -number
-            latest[key] = sum(
-                record[f"bytes_{way}"] for way in ("direct", "buffered", "bounced")
-            )
+            latest[record["handle"] or -number] = record["bytes"]
         return sum(latest.values())
 
 

@@ -20,8 +20,12 @@ TRAIN = Path(__file__).with_name("train.py")
 WEIGHTS = 2 * 512 * 1024
 BYTES = {"float32": 4, "bfloat16": 2}
 
-# torch's Adam, and DeepSpeed's, which is compiled at its first use.
-KINDS = [("float32", "Adam"), ("bfloat16", "DeepSpeedCPUAdam")]
+# torch's Adam, and DeepSpeed's, which is compiled at its first use.  Each runs in one
+# process, which trains once in memory.
+KINDS = [
+    pytest.param(*kind, marks=pytest.mark.xdist_group(kind[0]))
+    for kind in (("float32", "Adam"), ("bfloat16", "DeepSpeedCPUAdam"))
+]
 
 
 def train(dtype, optimizer, nvmeio, **offload):

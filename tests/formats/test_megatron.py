@@ -1,7 +1,5 @@
 """Read datasets that megatron-core wrote, and compare with its own reader."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -11,15 +9,8 @@ indexed = pytest.importorskip(
 )
 
 # Imported after the check, because they need torch.
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
-from megatron.core.datasets.utils import Split  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
 
-import nvmeio  # noqa: E402
-import nvmeio.torch.megatron  # noqa: E402
-from docstring_examples import examples, run_example  # noqa: E402
-from helpers import warm  # noqa: E402
-from nvmeio.torch import BatchStream, MegatronDataset  # noqa: E402
+from nvmeio.torch import MegatronDataset  # noqa: E402
 
 DTYPES = [getattr(np, code.name) for code in indexed.DType]
 LENGTHS = [5, 0, 300, 1, 4096, 17, 0]
@@ -83,99 +74,3 @@ def test_merged_datasets_are_read(tmp_path):
     theirs = indexed.IndexedDataset(str(tmp_path / "all"))
     for index in range(6):
         assert_equal(ours[index], theirs[index])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_and_streams_give_its_samples(tmp_path, workers):
-    prefix = write(tmp_path / "data", np.uint16, lengths=[64] * 40)
-    theirs = indexed.IndexedDataset(prefix)
-    expected = np.stack([theirs[index] for index in range(40)])
-    ours = MegatronDataset(prefix)
-    loader = DataLoader(ours, batch_size=16, num_workers=workers)
-    np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), expected)
-    batches = BatchStream(ours, [range(16), range(16, 40)])
-    np.testing.assert_array_equal(torch.cat(list(batches)).numpy(), expected)
-
-
-class TestBinReader:
-    @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-    def test_an_indexed_dataset_reads_with_the_bin_reader(self, tmp_path, dtype):
-        prefix = write(tmp_path / "data", dtype)
-        theirs, ours = indexed.IndexedDataset(prefix), indexed.IndexedDataset(prefix)
-        ours.bin_reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
-        for index in [*range(len(theirs)), slice(0, 4), slice(2, 7)]:
-            for found, expected in zip(ours[index], theirs[index], strict=True):
-                np.testing.assert_array_equal(found, expected)
-        assert ours.get(4, 7, 11).tolist() == theirs.get(4, 7, 11).tolist()
-
-    def test_what_is_cached_takes_no_request(self, tmp_path):
-        prefix = write(tmp_path / "data", np.uint16)
-        reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
-        expected = np.fromfile(f"{prefix}.bin", np.uint16)
-        requests = []
-        # The kernel may drop a page at any moment.
-        for _ in range(5):
-            warm(f"{prefix}.bin")
-            before = nvmeio.default_handle().stats()["requests"]
-            np.testing.assert_array_equal(
-                reader.read(np.uint16, 4100, 14), expected[7:4107]
-            )
-            requests.append(nvmeio.default_handle().stats()["requests"] - before)
-        assert 0 in requests
-
-    def test_reading_past_the_end_is_an_error(self, tmp_path):
-        """megatron-core's own reader returns uninitialized memory for the rest."""
-        prefix = write(tmp_path / "data", np.uint16)
-        reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
-        with pytest.raises(OSError, match="past the end of the file"):
-            reader.read(np.uint16, 100, sum(LENGTHS) * 2 - 100)
-
-    def test_a_gpt_dataset_reads_with_the_installed_bin_reader(self, tmp_path):
-        prefix = write(tmp_path / "data", np.int32, lengths=[70, 3, 500, 41, 90])
-        samples = []
-        for installed in (False, True):
-            if installed:
-                nvmeio.torch.megatron.install()
-            try:
-                samples.append(gpt_samples(prefix, installed))
-            finally:
-                nvmeio.torch.megatron.uninstall()
-        assert len(samples[0]) == 20
-        for theirs, ours in zip(*samples, strict=True):
-            assert theirs.keys() == ours.keys()
-            for name in theirs:
-                assert torch.equal(ours[name], theirs[name])
-        assert isinstance(indexed.IndexedDataset(prefix).bin_reader, indexed._MMapBinReader)
-
-
-class Tokenizer:
-    """The attributes of a tokenizer that GPTDataset uses."""
-
-    eod, pad = 0, 101
-    vocab_size = None
-    unique_identifiers = {"class": "none"}  # noqa: RUF012
-
-
-def gpt_samples(prefix, installed):
-    """Return the samples of a GPTDataset, after a pickled copy returned the same."""
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=32,
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        mmap_bin_files=not installed,
-    )
-    low = GPTDataset.build_low_level_dataset(prefix, config)
-    copy = pickle.loads(pickle.dumps(low))
-    for one in (low, copy):
-        assert isinstance(one.bin_reader, nvmeio.torch.megatron.BinReader) is installed
-    indices = np.arange(len(low))
-    dataset = GPTDataset(copy, prefix, indices, 20, Split.train, config)
-    return [dataset[index] for index in range(20)]
-
-
-@pytest.mark.parametrize("name", examples("megatron"))
-def test_the_example_in_a_docstring_runs(name, tmp_path, monkeypatch):
-    run_example(name, tmp_path, monkeypatch)

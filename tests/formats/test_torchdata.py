@@ -85,7 +85,7 @@ def assert_resumes(make, given):
     assert content(loader) == second
 
 
-@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("given", [0, 6, 10, 11])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_loader_resumes_in_a_dataset(folder, name, workers, given):
@@ -101,7 +101,7 @@ def test_a_loader_resumes_in_a_dataset(folder, name, workers, given):
     assert_resumes(make, given)
 
 
-@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("given", [0, 6, 10, 11])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_resumes_in_a_stream(folder, workers, given):
     def make():
@@ -118,12 +118,11 @@ def test_a_loader_resumes_in_a_stream(folder, workers, given):
     assert_resumes(make, given)
 
 
-@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("given", [0, 6, 10, 11])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("name", DATASETS)
-def test_a_stream_resumes_with_torchdatas_samplers(folder, name, sampler, given):
+def test_a_stream_resumes_with_torchdatas_samplers(folder, sampler, given):
     def make():
-        dataset = DATASETS[name](folder)
+        dataset = DATASETS["tokens"](folder)
         return BatchStream(dataset, SAMPLERS[sampler](range(95)))
 
     assert_resumes(make, given)

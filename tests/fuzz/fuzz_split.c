@@ -40,7 +40,9 @@ static struct situation invent(struct input *input)
     s.geometry.bounce = (enum nvmeio_bounce)((flags >> 4) % 3);
     s.geometry.memory_align = 1u << input_choice(input, 13);
     s.geometry.offset_align = 1u << input_choice(input, 16);
-    unit = larger(larger(s.geometry.memory_align, s.geometry.offset_align), PAGE);
+    s.geometry.edge = (uint32_t)larger(s.geometry.offset_align, PAGE)
+                      << input_choice(input, 4);
+    unit = larger(s.geometry.memory_align, s.geometry.edge);
     s.block_bytes = unit * (1 + input_size(input, NVMEIO_BLOCK_BYTES_MAX / unit - 1));
     s.start = input_size(input, INT64_MAX);
     s.stop = s.start + input_size(input, INT64_MAX - s.start) %
@@ -52,7 +54,8 @@ static struct situation invent(struct input *input)
 static struct model model_of(const struct situation *s)
 {
     const struct nvmeio_geometry *geometry = &s->geometry;
-    uint64_t sector = geometry->offset_align, page = larger(sector, PAGE);
+    uint64_t sector = geometry->offset_align;
+    uint64_t page = s->op == NVMEIO_OP_WRITE ? geometry->edge : larger(sector, PAGE);
     struct model model = {.from = s->start, .to = s->stop};
     bool congruent;
 

@@ -1,6 +1,5 @@
-"""nvmeio under the published Lightning Trainer and torch_checkpointing."""
+"""nvmeio under the published Lightning Trainer, and an example under accelerate."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -11,17 +10,13 @@ import pytest
 import torch
 
 pytest.importorskip("lightning")
-pytest.importorskip("torch_checkpointing")
 
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch_checkpointing import CheckpointManager
 
 from docstring_examples import examples, run_example
 from nvmeio._files import folders
-from nvmeio.torch import torch_checkpointing
 from nvmeio.torch.lightning import CheckpointIO
-from nvmeio.torch.torch_checkpointing import Storage, StorageConfig
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_accelerate.py"
 
@@ -93,8 +88,7 @@ def test_remote_paths_are_refused_and_local_paths_need_no_folder(tmp_path):
         assert not path.exists()
 
 
-@pytest.mark.parametrize("kind", ["Lightning", "torch_checkpointing", "one folder"])
-def test_new_folders_are_durable_too(tmp_path, monkeypatch, kind):
+def test_new_folders_are_durable_too(tmp_path, monkeypatch):
     synced, sync = [], folders.sync_folder
 
     def note(folder):
@@ -102,73 +96,8 @@ def test_new_folders_are_durable_too(tmp_path, monkeypatch, kind):
         sync(folder)
 
     monkeypatch.setattr(folders, "sync_folder", note)
-    monkeypatch.setattr(torch_checkpointing, "sync_folder", note)
-    if kind == "Lightning":
-        CheckpointIO().save_checkpoint({"a": 1}, tmp_path / "new" / "deep" / "x")
-        assert synced[:2] == [str(tmp_path), str(tmp_path / "new")]
-    elif kind == "torch_checkpointing":
-        Storage().mkdir(tmp_path / "new" / "deep")
-        assert synced == [str(tmp_path), str(tmp_path / "new")]
-    else:
-        Storage().mkdir(tmp_path / "new", recursive=False)
-        assert synced == [str(tmp_path)]
-
-
-@pytest.mark.parametrize("way", ["with_sync_save", "with_async_save"])
-def test_torch_checkpointing_saves_and_loads_with_nvmeio(tmp_path, way):
-    config = getattr(CheckpointManager.Config, way)()
-    config.storage_config = StorageConfig()
-    manager = CheckpointManager(config)
-    torch.manual_seed(1)
-    state = {"weights": torch.randn(600, 700), "bias": torch.randn(5)}
-    try:
-        saved = manager.save(str(tmp_path / "step-1"), {"model": state, "step": 7})
-        if saved is not None:
-            saved.result()
-        into = {"model": {name: torch.zeros_like(each) for name, each in state.items()}}
-        found = manager.load(str(tmp_path / "step-1"), into={**into, "step": 0})
-    finally:
-        manager.close()
-    for name, tensor in state.items():
-        assert torch.equal(found["model"][name], tensor)
-    assert found["step"] == 7
-
-
-def test_the_storage_keeps_the_table_of_renames(tmp_path):
-    storage = StorageConfig().create_storage()
-    assert isinstance(storage, Storage)
-
-    def folder(name, *files):
-        storage.mkdir(tmp_path / name)
-        for each in files:
-            storage.write(tmp_path / name / each, b"of " + name.encode())
-        return tmp_path / name
-
-    storage.rename(folder("a", "x"), tmp_path / "new", is_directory=True)
-    assert storage.read(tmp_path / "new" / "x") == b"of a"
-    storage.rename(folder("b", "x"), folder("empty"), is_directory=True)
-    assert storage.ls(tmp_path / "empty") == ["x"]
-    storage.write(tmp_path / "file", b"file")
-    for source, target, number in (
-        (folder("c", "x"), folder("d", "y"), errno.ENOTEMPTY),
-        (folder("e", "x"), tmp_path / "file", errno.ENOTDIR),
-        (tmp_path / "file", folder("f"), errno.EISDIR),
-    ):
-        with pytest.raises(FileExistsError) as refused:
-            storage.rename(source, target)
-        assert refused.value.errno == number
-        assert storage.exists(source)
-    with storage.stream_write(tmp_path / "other") as stream:
-        stream.write(b"12345" * 300_000)
-    storage.rename(tmp_path / "other", tmp_path / "file")
-    assert storage.getsize(tmp_path / "file") == 1_500_000
-    with storage.stream_read(tmp_path / "file") as stream:
-        assert stream.read(7) == b"1234512"
-    storage.delete(tmp_path / "file")
-    storage.rmdir(tmp_path / "d")
-    with pytest.raises(FileNotFoundError):
-        storage.getsize(tmp_path / "file")
-    assert not storage.isdir(tmp_path / "d")
+    CheckpointIO().save_checkpoint({"a": 1}, tmp_path / "new" / "deep" / "x")
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "new")]
 
 
 def test_accelerate_resumes_where_it_stopped(tmp_path):
@@ -193,6 +122,6 @@ def test_accelerate_resumes_where_it_stopped(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", examples("lightning") + examples("torch_checkpointing"))
+@pytest.mark.parametrize("name", examples("lightning"))
 def test_the_example_of_a_public_name_runs(name, tmp_path, monkeypatch):
     run_example(name, tmp_path, monkeypatch)

@@ -61,5 +61,5 @@ def place(request, tmp_path_factory):
             kind, sector = MOUNTED[name]
             device = stack.enter_context(device_maker(parent))(DEVICE_BYTES, sector)
             folder = parent / "mount"
-            mount_new(kind, device, folder, sector)
+            mount_new(kind, device, folder, sector=sector)
         yield Place(name, folder)

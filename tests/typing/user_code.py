@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,8 +143,9 @@ def facts() -> str:
     return f"{nvmeio.__version__} {limit} {works} {nvmeio.show_config('dicts')['build']}"
 
 
-def profiles() -> list[Path]:
-    return nvmeio.profiles.saved_profiles()
+def profile() -> dict[str, Any]:
+    found = nvmeio.profiles.load_profile(".")
+    return {} if found is None else found.both.options
 
 
 def deepspeed() -> int:

@@ -85,7 +85,7 @@ class Faults:
         self.path = path
 
     def set(self, **faults):
-        """Replace the faults of read, write and fsync."""
+        """Replace the faults of all calls."""
         os.setxattr(self.path, "user.faults", json.dumps(faults).encode())
 
     def fired(self):

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -20,34 +19,19 @@ from nvmeio.torch.dcp import (
     PoolStager,
     _writing,
 )
-from workloads.common import report
 
 ROWS, COLUMNS = 1200, 700
 
 
-def end_rank():
-    """End a rank without finalizing the interpreter.
-
-    As a core file showed, a thread of gloo drops a tensor (AsyncWork's destructor) and
-    wants the GIL while Python finalizes.  Python ends it by pthread_exit(3), which unwinds
-    through a noexcept function and aborts: in 3 of 14 runs on a busy machine.
-    """
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+def whole_mesh():
+    """Return a mesh of all ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def begin(rendezvous, rank, size):
-    """Join the process group."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
-    )
-    return init_device_mesh("cpu", (size,))
-
-
-def state_of(mesh, seed, filled=True):
+def state_of(seed, filled=True):
     """Return a state of sharded and whole tensors, by its seed."""
     torch.manual_seed(seed)
+    mesh = whole_mesh()
     wide, tall = torch.randn(ROWS, COLUMNS), torch.randn(32, 64 * COLUMNS)
     same = torch.randn(90_000)
     if not filled:
@@ -74,24 +58,20 @@ def bytes_read():
     return sum(stats[f"bytes_{how}"] for how in ("direct", "buffered", "bounced"))
 
 
-def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives=True):
-    """Save a state on all ranks; report the result."""
-    state = state_of(begin(rendezvous, rank, size), seed)
+def save_together(folder, seed, by="nvmeio", collectives=True):
+    """Save a state on all ranks."""
+    state = state_of(seed)
     kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
     dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
-    report("saved")
-    end_rank()
 
 
-def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
-    """Load a state on all ranks; report differences, and how much was read."""
-    mesh = begin(rendezvous, rank, size)
-    found, expected = state_of(mesh, seed, filled=False), state_of(mesh, seed)
+def load_together(folder, seed, by="nvmeio"):
+    """Load a state on all ranks; return differences, and how much was read."""
+    found, expected = state_of(seed, filled=False), state_of(seed)
     kind = FileSystemReader if by == "nvmeio" else dcp.FileSystemReader
     told = load_and_compare(found, expected["model"], found["model"], kind(folder), folder)
     told["said"] = [found["epoch"], list(found["betas"])]
-    report(told)
-    end_rank()
+    return told
 
 
 def load_and_compare(state, expected, found, reader, folder):
@@ -113,57 +93,48 @@ def load_and_compare(state, expected, found, reader, folder):
     return {"wrong": wrong, "read": read, "share": share}
 
 
-def save_models(
-    rendezvous, rank, size, folder, by="nvmeio", joined=False, collectives=True
-):
+def save_models(folder, by="nvmeio", joined=False, collectives=True):
     """Save a state as model files on all ranks."""
-    state = state_of(begin(rendezvous, rank, size), 3)["model"]
+    state = state_of(3)["model"]
     kind = HuggingFaceStorageWriter if by == "nvmeio" else dcp.HuggingFaceStorageWriter
     mapping = {"wide": 1, "tall": 2, "same": 1, "bias": 2}
     options = {"enable_consolidation": True, "fqn_to_index_mapping": mapping}
     writer = kind(folder, save_distributed=True, **(options if joined else {}))
     dcp.save(state, storage_writer=writer, use_collectives=collectives)
-    report("saved")
-    end_rank()
 
 
-def save_models_alone_and_join(rendezvous, rank, size, folder):
-    """Let each rank plan alone, and join the parts; report the error."""
-    state = state_of(begin(rendezvous, rank, size), 3)["model"]
+def save_models_alone_and_join(folder):
+    """Let each rank plan alone, and join the parts; return the error."""
+    state = state_of(3)["model"]
     writer = HuggingFaceStorageWriter(
         folder, save_distributed=True, enable_consolidation=True
     )
     try:
         dcp.save(state, storage_writer=writer, use_collectives=False)
     except ValueError as error:
-        report(str(error))
-    end_rank()
+        return str(error)
 
 
-def save_models_of_parts(rendezvous, rank, size, folder):
-    """Save shards as if each were whole; report the error."""
-    state = state_of(begin(rendezvous, rank, size), 3)["model"]
+def save_models_of_parts(folder):
+    """Save shards as if each were whole; return the error."""
+    state = state_of(3)["model"]
     try:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder))
     except CheckpointException as error:
-        report("pass save_distributed=True to save all parts" in str(error))
-    end_rank()
+        return "pass save_distributed=True to save all parts" in str(error)
 
 
-def load_models(rendezvous, rank, size, folder, by="nvmeio"):
-    """Load a state from model files on all ranks; report differences, and bytes read."""
-    mesh = begin(rendezvous, rank, size)
-    found, expected = state_of(mesh, 3, filled=False)["model"], state_of(mesh, 3)["model"]
+def load_models(folder, by="nvmeio"):
+    """Load a state from model files on all ranks; return differences, and bytes read."""
+    found, expected = state_of(3, filled=False)["model"], state_of(3)["model"]
     kind = HuggingFaceStorageReader if by == "nvmeio" else dcp.HuggingFaceStorageReader
-    report(load_and_compare(found, expected, found, kind(folder), folder))
-    end_rank()
+    return load_and_compare(found, expected, found, kind(folder), folder)
 
 
-def whole_state(rendezvous, rank, size, seed):
-    """Report the sums of a state's tensors."""
-    state = state_of(begin(rendezvous, rank, size), seed)["model"]
-    report({name: local(each).double().sum().item() for name, each in state.items()})
-    end_rank()
+def whole_state(seed):
+    """Return the sums of a state's tensors."""
+    state = state_of(seed)["model"]
+    return {name: local(each).double().sum().item() for name, each in state.items()}
 
 
 def local(tensor):
@@ -171,11 +142,11 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def save_and_fail(rendezvous, rank, size, folder, failing):
-    """Save a state while the drive of one rank fails; report each rank's error."""
-    state = state_of(begin(rendezvous, rank, size), 2)
+def save_and_fail(folder, failing):
+    """Save a state while the drive of one rank fails; return each rank's error."""
+    state = state_of(2)
     writer = FileSystemWriter(folder)
-    if rank == failing:
+    if dist.get_rank() == failing:
 
         def broken(*arguments):
             raise OSError(5, "the drive of this rank is broken")
@@ -184,19 +155,19 @@ def save_and_fail(rendezvous, rank, size, folder, failing):
     try:
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
-        report([type(error).__name__, "the drive of this rank is broken" in str(error)])
-    end_rank()
+        return [type(error).__name__, "the drive of this rank is broken" in str(error)]
 
 
 def stage_without_pool():
-    """Stage more than the pool may hold; report whether all of it is right."""
+    """Stage more than the pool may hold; return whether all of it is right."""
+    os.environ["NVMEIO_POOL_BYTES"] = "2M"
     state = {"large": torch.randn(1 << 20), "small": torch.randn(9)}
     staged = PoolStager().stage(state)
-    report([torch.equal(staged[name], state[name]) for name in state])
+    return [torch.equal(staged[name], state[name]) for name in state]
 
 
 def stage_again_and_again(folder):
-    """Save in the background; report the use of the pool meanwhile and afterwards."""
+    """Save in the background; return the use of the pool meanwhile and afterwards."""
     state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
     used, stager, held, given_back = nvmeio.pool_stats()["bytes_used"], PoolStager(), [], []
     for seed in range(3):
@@ -215,16 +186,15 @@ def stage_again_and_again(folder):
     found = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
     dcp.load(found, storage_reader=FileSystemReader(folder), no_dist=True)
     right = all(torch.equal(found[name], state[name]) for name in state)
-    report({"held": held, "given back": given_back, "right": right})
+    return {"held": held, "given back": given_back, "right": right}
 
 
-def reserved_together(rendezvous, rank, size, folder):
-    """Save a sharded tensor of 8 MiB; report how much space this rank has reserved."""
-    mesh, found = begin(rendezvous, rank, size), []
+def reserved_together(folder):
+    """Save a sharded tensor of 8 MiB; return how much space this rank has reserved."""
+    found = []
     reserve = _writing.reserve
     _writing.reserve = lambda file, nbytes, path: found.append(nbytes)
-    state = {"a": distribute_tensor(torch.randn(1024, 2048), mesh, [Shard(0)])}
+    state = {"a": distribute_tensor(torch.randn(1024, 2048), whole_mesh(), [Shard(0)])}
     dcp.save(state, storage_writer=FileSystemWriter(folder))
     _writing.reserve = reserve
-    report(sum(found))
-    end_rank()
+    return sum(found)

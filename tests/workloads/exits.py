@@ -57,8 +57,13 @@ def leave(folder, control, memory, engine, way, hold):
         os._exit(4)
 
 
-def drop_in_flight(folder, control, engine, way):
-    """Drop everything with reads in flight; the process goes on."""
+def drop_in_flight(folder, control, engine, ways):
+    """Drop everything with reads in flight, in each way; the process goes on."""
+    report({way: drop_in_a_way(folder, control, engine, way) for way in ways})
+
+
+def drop_in_a_way(folder, control, engine, way):
+    """Drop everything with reads in flight; return what was found."""
     path = f"{folder}/drop-{engine}"
     faults = Faults(control)
     data = make_file(path, 1 << 17)
@@ -95,7 +100,7 @@ def drop_in_flight(folder, control, engine, way):
     time.sleep(0.1)
     for part in guarded:
         assert part.content() == data
-    report({"pending": pending, "fired": faults.fired()})
+    return {"pending": pending, "fired": faults.fired()}
 
 
 def submit_until_refused(handle, path, started, ended):

@@ -209,8 +209,8 @@ def processes(folder, engine, method):
     report({"workers": len(set(workers))})
 
 
-def data_loader(folder, method, persistent, count=32, record=5000):
-    """Read records in the workers of a torch DataLoader with the parent's handle."""
+def data_loader(folder, method, count=32, record=5000):
+    """Read records in the workers of torch DataLoaders with the parent's handle."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -219,15 +219,17 @@ def data_loader(folder, method, persistent, count=32, record=5000):
     dataset = FileRecords(path, count, record)
     expected = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(count, record)
     assert torch.equal(dataset[3], expected[3])
-    loader = DataLoader(
-        dataset,
-        batch_size=4,
-        num_workers=2,
-        persistent_workers=persistent,
-        multiprocessing_context=method,
-    )
-    for _ in range(2):
-        assert torch.equal(torch.cat(list(loader)), expected)
+    multiprocessing.set_forkserver_preload(["torch"])
+    for persistent in (False, True):
+        loader = DataLoader(
+            dataset,
+            batch_size=4,
+            num_workers=2,
+            persistent_workers=persistent,
+            multiprocessing_context=method,
+        )
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(loader)), expected)
     report({"records": count})
 
 

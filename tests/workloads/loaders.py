@@ -24,7 +24,7 @@ class Watched:
         return (*sample, get_worker_info().id, len(descriptors_below(self.folder)))
 
 
-def load_with_workers(folder, method, engine, workers=8, count=403):
+def load_with_workers(folder, method, engine, workers, count=403):
     """Load every row twice, in persistent workers with a given start method."""
     os.environ["NVMEIO_ENGINE"] = engine
     import torch
@@ -71,19 +71,6 @@ def load_with_workers(folder, method, engine, workers=8, count=403):
     )
 
 
-def resume_stream(folder):
-    """Resume from a state in a file, and report the remaining batches."""
-    import torch
-    from torch.utils.data import BatchSampler, RandomSampler
-
-    from nvmeio.torch import ArrayDataset, BatchStream
-
-    dataset = ArrayDataset(f"{folder}/labels.npy")
-    stream = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 10, False))
-    stream.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True))
-    report([batch.tolist() for batch in stream])
-
-
 class Owners:
     """Joins the records of a batch, and reports which memory holds the dataset's index."""
 
@@ -114,7 +101,7 @@ def load_records_with_workers(folder, method, shared_bytes_max=None, count=140_0
     loader = DataLoader(
         dataset,
         batch_sampler=[range(begin, begin + 5000) for begin in range(0, count, 5000)],
-        num_workers=2,
+        num_workers=1,
         multiprocessing_context=method,
         collate_fn=Owners(dataset),
     )

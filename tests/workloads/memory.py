@@ -10,9 +10,7 @@ import numpy as np
 import nvmeio
 from helpers import pattern
 from nvmeio._native import settings
-from workloads.common import (
-    report,
-)
+from workloads.common import report
 
 
 def copy_all_sizes():
@@ -34,37 +32,21 @@ def copy_all_sizes():
     report({"error": error, "handle_error": handle_error, "kernels": kernels})
 
 
-def copy_once(index):
-    """Copy enough for a team of threads."""
+def copy_once(index, threads=None):
+    """Copy enough for a team of threads, or with a team of a given size."""
     source = np.full(4 << 20, index, np.uint8)
     target = np.zeros_like(source)
-    nvmeio.memcpy(target, source)
+    nvmeio.memcpy(target, source, threads=threads)
     return bool((target == index).all())
 
 
-def copy_in_children(method):
+def copy_in_children(method, threads=None):
     """Copy in the parent by a team, then in children."""
-    assert copy_once(7)
+    assert copy_once(7, threads)
     context = multiprocessing.get_context(method)
     with context.Pool(3) as pool:
-        right = pool.map(copy_once, range(3), chunksize=1)
-    report({"children": len(right), "right": all(right) and copy_once(9)})
-
-
-def copy_with_threads(index):
-    """Copy with a team of a given size."""
-    source = np.full(4 << 20, index, np.uint8)
-    target = np.zeros_like(source)
-    nvmeio.memcpy(target, source, threads=2)
-    return bool((target == index).all())
-
-
-def copy_with_threads_in_children():
-    """Copy with a team in the parent, then in forked children."""
-    assert copy_with_threads(7)
-    with multiprocessing.get_context("fork").Pool(3) as pool:
-        right = pool.map(copy_with_threads, range(3), chunksize=1)
-    report({"children": len(right), "right": all(right) and copy_with_threads(9)})
+        right = pool.starmap(copy_once, [(n, threads) for n in range(3)], chunksize=1)
+    report({"children": len(right), "right": all(right) and copy_once(9, threads)})
 
 
 class Copies:

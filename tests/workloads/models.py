@@ -88,7 +88,7 @@ def load_with(path, direct):
 
 def load_as_other(path):
     """Load another user's file, cold and cached, each more than once."""
-    from nvmeio._native.page_cache import cached_fraction
+    from nvmeio._native.system_calls import cached_fraction
 
     with open(path, "rb") as file:
         found = [cached_fraction(file.fileno(), 0, os.fstat(file.fileno()).st_size)]

@@ -77,8 +77,13 @@ def press_ctrl_c(faults):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def ctrl_c(folder, control, engine, way, size):
-    """Wait for a held read, be interrupted, and wait again."""
+def ctrl_c(folder, control, engine, ways, size):
+    """Be interrupted in each way to wait for a held read, and wait again."""
+    report({way: ctrl_c_in_wait(folder, control, engine, way, size) for way in ways})
+
+
+def ctrl_c_in_wait(folder, control, engine, way, size):
+    """Wait for a held read, be interrupted, and wait again; return what was found."""
     path = f"{folder}/ctrl-c-{engine}"
     faults = Faults(control)
     data = make_file(path, size)
@@ -112,10 +117,15 @@ def ctrl_c(folder, control, engine, way, size):
         assert request.wait() == size
     handle.close()
     assert guarded.content() == data
-    report({"interrupted": came, "pending": pending, "fired": faults.fired()})
+    return {"interrupted": came, "pending": pending, "fired": faults.fired()}
 
 
-def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
+def ctrl_c_in_calls(folder, control, engine, ways, presses):
+    """Be interrupted in each blocking call."""
+    report({way: ctrl_c_in_call(folder, control, engine, way, presses) for way in ways})
+
+
+def ctrl_c_in_call(folder, control, engine, way, presses, size=16 << 20):
     """Press Ctrl-C once or twice in a held call; release the call after a single one."""
     path = f"{folder}/ctrl-c-call-{engine}"
     faults = Faults(control)
@@ -174,16 +184,13 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
         assert request.wait() == size
         left.close()
     handle.close()
-    report(
-        {
-            "interrupted": came,
-            "still_inside": still_inside,
-            "pending": pending,
-            "still_held": still_held,
-            "notes": notes,
-            # Blocks that were never submitted keep the canaries of Guarded.
-            "dropped": way != "with"
-            and bool((guarded.array[-4096:] == Guarded.CANARY).all()),
-            "fired": faults.fired(),
-        }
-    )
+    return {
+        "interrupted": came,
+        "still_inside": still_inside,
+        "pending": pending,
+        "still_held": still_held,
+        "notes": notes,
+        # Blocks that were never submitted keep the canaries of Guarded.
+        "dropped": way != "with" and bool((guarded.array[-4096:] == Guarded.CANARY).all()),
+        "fired": faults.fired(),
+    }

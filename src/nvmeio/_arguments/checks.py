@@ -4,7 +4,6 @@ Each error names the argument, its value and the values that are allowed.  The a
 every transfer are checked in Cython, in _native/arguments.pyx.
 """
 
-import inspect
 import operator
 import os
 import sys
@@ -17,7 +16,6 @@ import numpy.typing as npt
 from nvmeio._arguments.types import Path
 
 __all__ = [
-    "MISSING",
     "Shape",
     "direct_choice",
     "exact_array",
@@ -26,18 +24,12 @@ __all__ = [
     "has_integers",
     "integer",
     "path_of",
-    "refuse_missing",
-    "refuse_path",
     "shown",
     "whole",
     "word",
 ]
 
 Shape = SupportsIndex | Sequence[SupportsIndex]
-
-# The default of a required argument, which inspect shows as having none.  Cython's own
-# error would only count arguments; ours can suggest a name if one was misspelt.
-MISSING: Any = inspect.Parameter.empty
 
 # Types whose values a message shows.  Others may be large, so it shows their type.
 _SHOWN = (bool, int, float, str, bytes, np.bool_, np.number)
@@ -132,7 +124,6 @@ def path_of(path: Path) -> str | bytes:
     try:
         return os.fspath(path)
     except TypeError:
-        refuse_missing(path=path)
         arrays = ("__array_interface__", "__dlpack__")
         swapped = isinstance(path, bytearray | memoryview) or any(
             hasattr(path, name) for name in arrays
@@ -141,22 +132,6 @@ def path_of(path: Path) -> str | bytes:
             f"path is {shown(path)}; it must be a str, bytes or os.PathLike"
             + (": are the two arguments swapped?" if swapped else "")
         ) from None
-
-
-def refuse_missing(**required: Any) -> None:
-    """Raise TypeError for a required argument that was not passed."""
-    for name, value in required.items():
-        if value is MISSING:
-            raise TypeError(f"the argument {name!r} is missing")
-
-
-def refuse_path(buffer: Any) -> None:
-    """Raise TypeError if a buffer is a path, because callers easily swap the two."""
-    if isinstance(buffer, str | os.PathLike):
-        raise TypeError(
-            f"buffer is the path {os.fspath(buffer)!r}; it must be an array, a tensor or "
-            "another object with the buffer protocol: are the two arguments swapped?"
-        )
 
 
 def extents_of(shape: Shape) -> tuple[int, ...]:

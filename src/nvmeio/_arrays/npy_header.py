@@ -24,7 +24,6 @@ from nvmeio._native.file import File
 
 __all__ = [
     "Layout",
-    "PickledError",
     "check_element",
     "check_extents",
     "check_size",
@@ -61,10 +60,6 @@ _MALFORMED = (
     RecursionError,
     tokenize.TokenError,
 )
-
-
-class PickledError(ValueError):
-    """A file contains Python objects, which only unpickling could read."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def read_layout(file: File, descriptor: int | None = None) -> Layout:
             raise ValueError(f"{file.path!r} is not a .npy file: {error}") from error
         offset = stream.tell()
     if dtype.hasobject:
-        raise PickledError(
+        raise ValueError(
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
             "any code, so it is left to numpy.load(allow_pickle=True)"
         )

@@ -7,9 +7,11 @@ error is one line, with exit status 1, or 2 if the command line is wrong.
 """
 
 import io
+import math
 import os
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,13 +23,12 @@ from nvmeio._cli.terminal import Terminal
 
 # The text of --help for each command.
 COMMANDS = {
-    "doctor": "check whether nvmeio works here, and what would make it faster",
+    "doctor": "check whether nvmeio works here, and what slows it down",
     "bench": "measure a drive and memory copies, beside fio if it is installed",
     "tune": "find the fastest settings for a drive, and save them as a profile",
-    "cp": "copy a file; its name appears when the copy is complete",
     "inspect": "list the tensors of a safetensors, .npy or torch.save file",
     "checkpoints": "list the checkpoints of a training run, and which are complete",
-    "verify": "read files with and without the page cache, compare, print checksums",
+    "verify": "read checkpoints, and compare them with their checksums",
     "completion": "print a completion script for bash or zsh",
 }
 
@@ -43,8 +44,7 @@ examples:
   nvmeio bench /mnt/nvme --size 4G
   nvmeio tune /mnt/nvme
   nvmeio inspect model.safetensors
-  nvmeio cp --verify model.safetensors /mnt/nvme/
-  nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
+  nvmeio verify run
 
 nvmeio COMMAND --help explains each command.  The exit status is 0, 1 after an
 error or if the answer is no, 2 if the command line is wrong, and 130 after
@@ -53,6 +53,9 @@ Ctrl-C.
 
 # Signals that end a program.  They are caught, because temporary files must be removed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# For so long after one of them, further ones are ignored.
+CLEANUP_S = 10.0
+_ended_s = -math.inf
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")
     # Do not catch ignored signals: nohup makes a command ignore SIGHUP.
     heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    global _ended_s
+    _ended_s = -math.inf
     before = {number: signal.signal(number, _end) for number in heeded}
     if arguments is None:
         # The program is about to exit; nothing is left that Ctrl-C should interrupt.
@@ -103,10 +108,10 @@ def _run(options: Namespace, terminal: Terminal) -> int:
         # The reader of the output has closed its pipe.
         status = 1
     except (CommandError, OSError, MemoryError, ValueError) as error:
-        terminal.error(f"nvmeio {name}: error: {sentence(error)}")
+        terminal.note(f"nvmeio {name}: error: {sentence(error)}")
         status = 1
     except KeyboardInterrupt:
-        terminal.error(f"nvmeio {name}: interrupted")
+        terminal.note(f"nvmeio {name}: interrupted")
         status = 128 + signal.SIGINT
     finally:
         terminal.clear()
@@ -131,9 +136,13 @@ def _flush_or_drop() -> None:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     """End by an exception, so that everything is cleaned up."""
-    # A second signal must not interrupt the cleanup.
-    for ending in ENDING:
-        signal.signal(ending, signal.SIG_IGN)
+    global _ended_s
+    # A second signal must not interrupt the cleanup.  But Python drops an exception that is
+    # raised in a destructor or a callback of a weak reference, so a late signal counts.
+    now_s = time.monotonic()
+    if now_s - _ended_s < CLEANUP_S:
+        return
+    _ended_s = now_s
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)

@@ -17,7 +17,7 @@ examples:
 
 # Names of arguments that are directories, and of those that are any path.
 FOLDERS = ("DIR", "ROOT")
-PATHS = ("FILE", "PATH", "SRC", "DST", "SUMS")
+PATHS = ("FILE", "PATH")
 
 
 def configure(parser: Parser) -> None:

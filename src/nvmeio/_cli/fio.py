@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._cli.arguments import CommandError
-from nvmeio._cli.measuring import forget_cached
+from nvmeio._cli.measuring import forget_cached, undisturbed
 from nvmeio._cli.samples import PERCENTILES, Sample
 from nvmeio._cli.system import IN_MEMORY, System
 from nvmeio._cli.terminal import Advance
@@ -109,18 +109,20 @@ def _job(
     arguments: list[str], nbytes: int, direction: str, advance: Advance
 ) -> dict[str, Any]:
     """Run fio, with buffers of `nbytes` bytes, and return its report on the job."""
-    process = subprocess.Popen(
-        # In a thread of fio, because a forked job would be another process to end.
-        ["fio", "--thread", *arguments],
-        env={**os.environ, "GLIBC_TUNABLES": _tunables(nbytes)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Its output contains the name of the file, which may have any bytes.
-        errors="surrogateescape",
-    )
-    reported = 0
+    process, reported = None, 0
     try:
+        # A signal must not come when fio runs and nobody knows its process yet.
+        with undisturbed():
+            process = subprocess.Popen(
+                # In a thread of fio, because a forked job would be another process to end.
+                ["fio", "--thread", *arguments],
+                env={**os.environ, "GLIBC_TUNABLES": _tunables(nbytes)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                # Its output contains the name of the file, which may have any bytes.
+                errors="surrogateescape",
+            )
         while True:
             try:
                 out, errors = process.communicate(timeout=WATCH_SECONDS)
@@ -132,8 +134,9 @@ def _job(
                     advance(moved - reported)
                     reported = moved
     except BaseException:
-        process.terminate()
-        process.wait()
+        if process is not None:
+            process.terminate()
+            process.wait()
         raise
     if process.returncode:
         words = (errors or out).strip().splitlines() or [f"status {process.returncode}"]

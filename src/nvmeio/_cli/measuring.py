@@ -38,7 +38,7 @@ def scratch_folder(folder: str, needed: int, reserve: int | None) -> Iterator[Pa
             f"{in_binary(reserve)} are kept (--reserve); a smaller --size needs less"
         )
     with contextlib.ExitStack() as stack:
-        with _undisturbed():
+        with undisturbed():
             try:
                 own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
             except OSError as error:
@@ -52,7 +52,7 @@ def scratch_folder(folder: str, needed: int, reserve: int | None) -> Iterator[Pa
 
 def _remove(own: tempfile.TemporaryDirectory[str]) -> None:
     try:
-        with _undisturbed():
+        with undisturbed():
             own.cleanup()
     except OSError as error:
         # The error names a file inside without its directory.
@@ -60,7 +60,7 @@ def _remove(own: tempfile.TemporaryDirectory[str]) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Delay signals that end the program until the end of the block."""
     waiting: list[int] = []
     before = {

@@ -29,8 +29,6 @@ class Terminal:
     """Standard output for answers, and standard error for notes and progress."""
 
     def __init__(self) -> None:
-        # Without notes and progress.
-        self.quiet = False
         # The length of the line of progress that is shown.
         self._shown = 0
 
@@ -40,11 +38,6 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """Write a line that is not part of the answer."""
-        if not self.quiet:
-            self.error(text)
-
-    def error(self, text: str) -> None:
-        """Write a line to standard error, even if quiet."""
         self.clear()
         print(text, file=sys.stderr)
 
@@ -62,15 +55,11 @@ class Terminal:
             self.say("  ".join(line).rstrip())
         self.say()
 
-    def progress(self, label: str, total: float, *, speed: bool = False) -> Advance:
-        """Show progress until something else is written; return a function to advance it.
-
-        With `speed`, the amounts are bytes, and bytes per second are shown too.
-        """
-        if self.quiet or not sys.stderr.isatty():
+    def progress(self, label: str, total: float) -> Advance:
+        """Show progress until other output; return a function to advance it."""
+        if not sys.stderr.isatty():
             return lambda amount: None
-        done, begin = 0.0, time.monotonic()
-        refreshed = begin - 1
+        done, refreshed = 0.0, time.monotonic() - 1
 
         def advance(amount: float) -> None:
             nonlocal done, refreshed
@@ -80,8 +69,6 @@ class Terminal:
                 return
             refreshed = now
             text = f"{label}: {100 * min(1.0, done / (total or 1)):.0f} %"
-            if speed and done:
-                text += f", {in_speed(done, now - begin)}"
             self.clear()
             # Set before writing, because Ctrl-C may come in between.
             self._shown = len(text)
@@ -97,18 +84,6 @@ class Terminal:
             sys.stderr.write("\r" + " " * self._shown + "\r")
             sys.stderr.flush()
             self._shown = 0
-
-
-def in_speed(nbytes: float, seconds: float) -> str:
-    """Format a throughput, such as 3.91 GB/s or 25.3 MB/s."""
-    # Avoid a division by 0.
-    speed = nbytes / max(seconds, 1e-9)
-    # Use the next unit for values that would round to 1000.
-    if speed >= 999.5e6:
-        return f"{speed / 1e9:.2f} GB/s"
-    if speed >= 0.995e6:
-        return f"{speed / 1e6:.3g} MB/s"
-    return f"{speed / 1e6:.2f} MB/s" if speed >= 1e4 else "under 0.01 MB/s"
 
 
 def in_time(microseconds: float) -> str:

@@ -1,10 +1,8 @@
 """The trials of ``nvmeio tune``: read and write one tensor with given settings."""
 
 import contextlib
-import itertools
 import mmap
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,69 +24,21 @@ DEFAULT: Options = {name: DEFAULTS[name] for name in TUNABLE}
 GRID_BLOCKS = (128 << 10, 512 << 10, 1 << 20, 4 << 20)
 GRID_DEPTHS = (8, 32, 128)
 
-WORKERS = (2, 4)
-
-
-def grid() -> list[Options]:
-    """Return the default, and all combinations of block size and queue depth."""
-    pairs = sorted(
-        itertools.product(GRID_BLOCKS, GRID_DEPTHS), key=lambda pair: pair[0] * pair[1]
-    )
-    options = [
-        {**DEFAULT, "block_size": block, "queue_depth": depth} for block, depth in pairs
-    ]
-    return distinct([DEFAULT, *options])
-
-
-def variations(
-    winners: Iterable[Options], engines: Sequence[str], processors: int
-) -> list[Options]:
-    """Return winners, the default, and options that differ from a winner in one value.
-
-    `engines` are those that work here, beginning with the one that "auto" chooses.
-    """
-    winners = list(winners)
-    found = [*winners, DEFAULT]
-    for winner in winners:
-        changes: list[Options] = [
-            {"workers": count} for count in WORKERS if count <= processors
-        ]
-        changes += [{"engine": engine} for engine in engines[1:]]
-        found += [{**winner, **change} for change in changes]
-    return distinct(found)
-
-
-def bounces(winner: Options) -> list[Options]:
-    return [{**winner, "bounce": kind} for kind in ("auto", "never", "always")]
-
-
-def distinct(candidates: Iterable[Options]) -> list[Options]:
-    """Return candidates without duplicates, in their order."""
-    found: list[Options] = []
-    for candidate in candidates:
-        if candidate not in found:
-            found.append(candidate)
-    return found
-
-
-def described(options: Options) -> str:
-    """Describe settings, without defaults, such as "1 MiB x 32, 2 workers"."""
-    words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
-    if options["workers"] > 1:
-        words.append(f"{options['workers']} workers")
-    if options["engine"] != "auto":
-        words.append(options["engine"])
-    if options["bounce"] != "auto":
-        words.append(f"bounce {options['bounce']}")
-    return ", ".join(words)
-
-
 # Long enough that start and end do not matter, and short enough for many trials.
 TRIAL_SECONDS = 0.05
 TRIAL_BYTES_MIN = 32 << 20
 PAGE_BYTES = 4096
 
 Array = npt.NDArray[np.uint8]
+
+
+def described(options: Options) -> str:
+    """Describe settings, without defaults, such as "1 MiB x 32, workers 2"."""
+    words = f"{in_binary(options['block_size'])} x {options['queue_depth']}"
+    for name in ("workers", "engine", "bounce"):
+        if options[name] != DEFAULT[name]:
+            words += f", {name} {options[name]}"
+    return words
 
 
 def small_pages(nbytes: int) -> Array:
@@ -119,11 +69,10 @@ class Trials:
             self.direct: bool = self._file.direct
             self._fill()
             # In huge pages, like the memory of tensors that DeepSpeed swaps.
-            self._memory: Array = empty(min(size, TRIAL_BYTES_MIN), np.uint8)
+            self.memory: Array = empty(min(size, TRIAL_BYTES_MIN), np.uint8)
             slower = min(self.measure(DEFAULT).values())
             nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
-            self.nbytes = min(size, nbytes - nbytes % (1 << 20))
-            self._memory = empty(self.nbytes, np.uint8)
+            self.memory = empty(min(size, nbytes - nbytes % (1 << 20)), np.uint8)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Trials":
@@ -132,27 +81,23 @@ class Trials:
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
-    def use_small_pages(self) -> None:
-        self._memory = small_pages(self.nbytes)
-
     def measure(self, options: Options) -> dict[str, float]:
         """Read and write once; return the bytes per second of each."""
         key = repr(options)
         if key not in self._handles:
             self._handles[key] = self._made(options)
-        handle = self._handles[key]
-        nbytes = len(self._memory)
+        nbytes = len(self.memory)
         # Go through the whole file, and read each piece before writing it: otherwise the
         # device's cache would have it.
         offset = self._offset if self._offset + nbytes <= self._size else 0
         self._offset = offset + nbytes
         speeds = {}
         for op in ("read", "write"):
-            move = handle.write if op == "write" else handle.read
+            move = getattr(self._handles[key], op)
             if not self.direct:
                 forget_cached(self._path)
             begin = time.perf_counter()
-            move(self._memory, self._file, offset)
+            move(self.memory, self._file, offset)
             speeds[op] = nbytes / (time.perf_counter() - begin)
         return speeds
 

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.measuring import forget_cached
 from nvmeio._cli.samples import PERCENTILES, Sample
-from nvmeio._cli.streams import drop
 from nvmeio._cli.terminal import Advance
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
@@ -282,6 +282,10 @@ class Workbench(contextlib.ExitStack):
                 finish()
         except BaseException:
             # One request failed: cancel the others, and ignore their errors.
-            drop(requests)
+            for request in requests:
+                request.cancel()
+            for request in requests:
+                with contextlib.suppress(CancelledError):
+                    request.exception()
             raise
         return moved

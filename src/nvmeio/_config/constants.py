@@ -1,16 +1,14 @@
-"""The options of a handle: their defaults and limits."""
+"""The options of a handle: their defaults and limits; those of numbers come from C."""
 
 from typing import Any
 
 from nvmeio._arguments.checks import direct_choice, flag, whole, word
+from nvmeio._native.settings import LIMITS
 
 __all__ = ["BOUNCES", "DEFAULTS", "ENGINES", "LIMITS", "TUNABLE", "checked"]
 
 ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
 BOUNCES = ("auto", "always", "never")
-
-# The largest value of each number, as in the C headers; the smallest is 1.
-LIMITS = {"block_size": 1 << 30, "queue_depth": 32768, "workers": 256}
 
 DEFAULTS: dict[str, int | bool | str] = {
     "engine": "auto",

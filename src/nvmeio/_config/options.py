@@ -3,20 +3,17 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nvmeio._arguments.checks import flag, word
-from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.checks import word
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import DEFAULTS, TUNABLE, checked
 
 __all__ = [
-    "aio_handle",
     "environment",
     "handle_options",
     "profile_arguments",
-    "unknown_variables",
     "variable",
 ]
 
@@ -24,13 +21,6 @@ _log = logging.getLogger("nvmeio")
 
 # Values that the environment can give to options that are neither words nor numbers.
 _TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
-
-# The variables that are not options of a handle; docs/environment.md explains them.
-_OTHERS = (
-    *("COPY", "DEEPSPEED", "FAULTS", "POOL_BYTES", "POOL_HUGETLB", "PROFILE"),
-    *("SAFETENSORS", "DEBUG", "TEST_BUILD"),
-    *("WITH_LIBAIO", "WITH_LIBURING", "WITH_OPENMP"),
-)
 
 
 def variable(name: str) -> str:
@@ -42,20 +32,6 @@ def environment() -> dict[str, str]:
     """Return nvmeio's own environment variables that are set."""
     own = (name for name in sorted(os.environ) if name.startswith("NVMEIO_"))
     return {name: os.environ[name] for name in own}
-
-
-def unknown_variables(names: Iterable[str]) -> dict[str, str]:
-    """Return the names that are no variable of nvmeio, each with a similar one or ""."""
-    known = {"NVMEIO_" + name for name in _OTHERS} | set(map(variable, DEFAULTS))
-    found = {}
-    for name in set(names) - known:
-        import difflib
-
-        # Without the common beginning, which would make all names similar.
-        words = [one.removeprefix("NVMEIO_") for one in sorted(known)]
-        near = difflib.get_close_matches(name.removeprefix("NVMEIO_"), words, 1, 0.7)
-        found[name] = f"NVMEIO_{near[0]}" if near else ""
-    return dict(sorted(found.items()))
 
 
 # The type of nvmeio.engines, which this module must not import.
@@ -76,42 +52,6 @@ def handle_options(arguments: Mapping[str, Any], engines: Engines) -> dict[str, 
             {name: v for name, v in tuned.items() if name not in found}, engines
         )
     return {**DEFAULTS, **found}
-
-
-# Named after the class, because Python's errors for wrong arguments contain this name.
-@suggesting
-def aio_handle(
-    block_size: Any = None,
-    queue_depth: Any = None,
-    single_submit: Any = False,
-    overlap_events: Any = False,
-    intra_op_parallelism: Any = None,
-    *,
-    engine: Any = None,
-    direct: Any = None,
-    bounce: Any = None,
-    errors: Any = "raise",
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``nvmeio.aio_handle``: those for its Handle, and its own.
-
-    The first are as passed; ``handle_options`` completes them.
-    """
-    if intra_op_parallelism is not None:
-        checked("workers", intra_op_parallelism, "intra_op_parallelism")
-    own = {
-        "single_submit": flag("single_submit", single_submit),
-        "overlap_events": flag("overlap_events", overlap_events),
-        "errors": word("errors", errors, ("raise", "status")),
-    }
-    passed = {
-        "engine": engine,
-        "direct": direct,
-        "bounce": bounce,
-        "block_size": block_size,
-        "queue_depth": queue_depth,
-        "workers": intra_op_parallelism,
-    }
-    return passed, own
 
 
 def profile_arguments(

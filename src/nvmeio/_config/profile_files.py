@@ -7,14 +7,12 @@ import errno
 import json
 import os
 import pathlib
-import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
 from nvmeio._arguments.checks import shown
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
@@ -24,7 +22,6 @@ from nvmeio._files.replacing import replacement
 _VERSION = 2
 
 _OPS = ("both", "read", "write")
-_TEXTS = ("device", "description", "made", "nvmeio", "kernel")
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,7 @@ class Choice:
 
     Examples
     --------
-    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
-    >>> options |= {"queue_depth": 32, "workers": 2}
-    >>> choice = nvmeio.profiles.Choice(options, {"gb_per_s": 2.5})
+    >>> choice = nvmeio.profiles.Choice({"workers": 2}, {"gb_per_s": 2.5})
     >>> nvmeio.Handle(**choice.options).workers
     2
     """
@@ -73,14 +68,9 @@ class Profile:
 
     Examples
     --------
-    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
-    >>> options |= {"queue_depth": 32, "workers": 2}
-    >>> best = nvmeio.profiles.Choice(options, {})
-    >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
-    >>> isinstance(profile, nvmeio.profiles.Profile)
+    >>> profile = nvmeio.profiles.load_profile(".")
+    >>> profile is None or isinstance(profile, nvmeio.profiles.Profile)
     True
-    >>> profile.read.options["queue_depth"]
-    32
     """
 
     device: str
@@ -93,7 +83,6 @@ class Profile:
     write: Choice
 
 
-@suggesting
 def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Profile:
     """Make a profile for the device of a path, with the current time and versions.
 
@@ -117,9 +106,7 @@ def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Pro
 
     Examples
     --------
-    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
-    >>> options |= {"queue_depth": 32, "workers": 2}
-    >>> best = nvmeio.profiles.Choice(options, {"gb_per_s": 2.5})
+    >>> best = nvmeio.profiles.Choice({"workers": 2}, {"gb_per_s": 2.5})
     >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
     >>> profile.both.figures
     {'gb_per_s': 2.5}
@@ -138,27 +125,9 @@ def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Pro
 
 
 def profiles_folder() -> pathlib.Path:
-    """Return the directory of this user's profiles.
+    """Return the directory of this user's profiles, which need not exist.
 
-    Returns
-    -------
-    pathlib.Path
-        ``nvmeio/profiles`` in ``$XDG_CONFIG_HOME``, or in ``~/.config`` if that is not set
-        or not absolute.  It need not exist.
-
-    Raises
-    ------
-    FileNotFoundError
-        The user has no home, for example in a container that has no entry for the user.
-
-    References
-    ----------
     XDG Base Directory Specification, version 0.8.
-
-    Examples
-    --------
-    >>> nvmeio.profiles.profiles_folder().parts[-2:]
-    ('nvmeio', 'profiles')
     """
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     usable = os.path.isabs(configured)
@@ -166,75 +135,25 @@ def profiles_folder() -> pathlib.Path:
     return folder / "nvmeio" / "profiles"
 
 
-def check_saving() -> None:
-    """Check that a profile can be saved, without saving one.
-
-    Raises
-    ------
-    OSError
-        The directory of profiles cannot be created, or no file in it.
-
-    Examples
-    --------
-    >>> nvmeio.profiles.check_saving()
-    """
+def make_profiles_folder() -> pathlib.Path:
+    """Create the directory for this user only, as the XDG standard asks; return it."""
     folder = profiles_folder()
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        # Name the directory, not the temporary file.
-        raise OSError(error.errno, error.strerror, str(folder)) from None
+    for place in (*reversed(folder.parents), folder):
+        place.mkdir(mode=0o700, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    return folder
 
 
-@suggesting
 def profile_file(device: str) -> pathlib.Path:
-    """Return the file of a device's profile.
-
-    Parameters
-    ----------
-    device : str
-        As in ``Profile.device``.
-
-    Returns
-    -------
-    pathlib.Path
-        The file, which need not exist.
-
-    Raises
-    ------
-    ValueError
-        ``device`` is not the name of a file.
-
-    Examples
-    --------
-    >>> nvmeio.profiles.profile_file("nvme0n1").name
-    'nvme0n1.json'
-    """
+    """Return the file of a device's profile, which need not exist."""
     if not device or "/" in device or "\0" in device:
         raise ValueError(f"device is {device!r}; it must be the name of a file")
     return profiles_folder() / f"{device}.json"
 
 
 def saved_profiles() -> list[pathlib.Path]:
-    """Return the files of all profiles of this user.
-
-    Returns
-    -------
-    list of pathlib.Path
-        Sorted; empty if no profile was saved.
-
-    Raises
-    ------
-    OSError
-        The directory of profiles cannot be read.
-
-    Examples
-    --------
-    >>> nvmeio.profiles.saved_profiles()
-    []
-    """
+    """Return the files of all profiles of this user, sorted."""
     folder = profiles_folder()
     try:
         names = sorted(os.listdir(folder))
@@ -243,7 +162,6 @@ def saved_profiles() -> list[pathlib.Path]:
     return [folder / name for name in names if name.endswith(".json")]
 
 
-@suggesting
 def save_profile(profile: Profile) -> pathlib.Path:
     """Save a profile, replacing the device's earlier one.
 
@@ -284,8 +202,8 @@ def save_profile(profile: Profile) -> pathlib.Path:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     file = profile_file(profile.device)
     # Check that it can be read again before saving it.
-    _profile_of(json.loads(text), _device_in(file))
-    _make_folder(file.parent)
+    _profile_of(json.loads(text), file)
+    make_profiles_folder()
     with (
         replacement(str(file)) as temporary,
         open(temporary, "x", encoding="utf-8") as stream,
@@ -296,7 +214,6 @@ def save_profile(profile: Profile) -> pathlib.Path:
     return file
 
 
-@suggesting
 def load_profile(path: Path) -> Profile | None:
     """Load the profile for the device of a path.
 
@@ -315,7 +232,8 @@ def load_profile(path: Path) -> Profile | None:
     OSError
         The path or the profile's file cannot be read.
     ValueError
-        As for ``read_profile``.
+        The file is not a profile, or one of another version of nvmeio; the message names
+        the file and the field.
 
     Examples
     --------
@@ -326,39 +244,11 @@ def load_profile(path: Path) -> Profile | None:
     return read_profile(file) if file.exists() else None
 
 
-@suggesting
 def read_profile(file: pathlib.Path) -> Profile:
-    """Read a profile from its file.
-
-    Parameters
-    ----------
-    file : pathlib.Path
-        From ``saved_profiles()`` or ``profile_file()``.
-
-    Returns
-    -------
-    Profile
-        The profile.
-
-    Raises
-    ------
-    OSError
-        The file does not exist or cannot be read.
-    ValueError
-        The file is not a profile, or one of another version of nvmeio; the message names
-        the file and the field.
-
-    Examples
-    --------
-    >>> [nvmeio.profiles.read_profile(file) for file in nvmeio.profiles.saved_profiles()]
-    []
-    """
-    if file.is_fifo():
-        # Opening a pipe would block until somebody writes to it.
-        raise ValueError(f"the profile {str(file)!r} cannot be used: it is a pipe")
+    """Read a profile from its file; ValueError names the file and the field."""
     data = file.read_bytes()
     try:
-        return _profile_of(json.loads(data), _device_in(file))
+        return _profile_of(json.loads(data), file)
     # JSON with too many nested brackets raises RecursionError.
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
@@ -375,54 +265,30 @@ def _home() -> pathlib.Path:
         raise FileNotFoundError(errno.ENOENT, words) from error
 
 
-def _make_folder(folder: pathlib.Path) -> None:
-    """Create a directory and its parents, for this user only, as the XDG standard asks."""
-    for place in (*reversed(folder.parents), folder):
-        place.mkdir(mode=0o700, exist_ok=True)
-
-
-def _device_in(file: pathlib.Path) -> str:
-    """Return the device of a profile's file, by its name."""
-    return file.name.removesuffix(".json")
-
-
-def _profile_of(content: Any, device: str) -> Profile:
-    """Convert parsed JSON to a profile."""
+def _profile_of(content: Any, file: pathlib.Path) -> Profile:
+    """Convert parsed JSON to a profile; errors name the field."""
     # Check the version first: another version may have other fields.
     if isinstance(content, dict) and content.get("version", _VERSION) != _VERSION:
         raise ValueError(f"version is {content['version']!r}; this nvmeio reads {_VERSION}")
-    fields = _fields(content, ("version", *_TEXTS, *_OPS), "it")
-    for name in _TEXTS:
-        if not isinstance(fields[name], str):
-            raise ValueError(f"{name} is {fields[name]!r}; it must be a string")
-    if fields["device"] != device:
+    _check_fields(content, {"version", *Profile.__annotations__}, "it")
+    device, expected = content["device"], file.name.removesuffix(".json")
+    if device != expected:
         raise ValueError(
-            f"device is {fields['device']!r}; it must be {device!r}, as in "
-            "the name of the file"
+            f"device is {device!r}; it must be {expected!r}, as in the name of the file"
         )
-    found: dict[str, Any] = {name: fields[name] for name in _TEXTS}
-    found |= {op: _choice_of(fields[op], op) for op in _OPS}
+    found = {name: value for name, value in content.items() if name != "version"}
+    for op in _OPS:
+        _check_fields(found[op], {"options", "figures"}, op)
+        found[op] = Choice(**found[op])
+        _check_fields(found[op].options, set(TUNABLE), f"{op}.options")
+        for name, value in found[op].options.items():
+            checked(name, value, f"{op}.options.{name}")
     return Profile(**found)
 
 
-def _choice_of(content: Any, op: str) -> Choice:
-    fields = _fields(content, ("options", "figures"), op)
-    if not isinstance(fields["figures"], dict):
-        raise ValueError(f"{op}.figures is not a JSON object")
-    place = f"{op}.options"
-    found = _fields(fields["options"], TUNABLE, place)
-    options = {name: checked(name, found[name], f"{place}.{name}") for name in TUNABLE}
-    return Choice(options, fields["figures"])
-
-
-def _fields(content: Any, names: tuple[str, ...], place: str) -> dict[str, Any]:
-    """Check that a JSON object has exactly these fields, and return it."""
+def _check_fields(content: Any, names: set[str], place: str) -> None:
+    """Check that a JSON object has exactly these fields."""
     if not isinstance(content, dict):
         raise ValueError(f"{place} is not a JSON object")
-    for name in names:
-        if name not in content:
-            raise ValueError(f"{place} lacks {name!r}")
-    for name in content:
-        if name not in names:
-            raise ValueError(f"{place} has {name!r}, which is unknown")
-    return content
+    if odd := content.keys() ^ names:
+        raise ValueError(f"{place} lacks these, or must not have them: {sorted(odd)}")

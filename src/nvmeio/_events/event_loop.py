@@ -14,19 +14,15 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from nvmeio._events.calls import Entered
 from nvmeio._events.listener import Listener, Request, Workers
 
-__all__ = ["Awaiting", "TaskListener", "as_coroutine", "close"]
+__all__ = ["InThread", "TaskListener", "as_coroutine", "close", "in_thread"]
 
 R = TypeVar("R")
-V_co = TypeVar("V_co", covariant=True)
+V = TypeVar("V")
 
 # Requests that only advance in Python (staged.pyx) are polled between slices of a sleep.
 SLICE_S = 0.05
-
-# The first pause between attempts to take a lock; it doubles up to SLICE_S.
-LOCK_DELAY_MIN_S = 0.001
 
 
 class Watcher:
@@ -139,7 +135,7 @@ class TaskListener(Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
         self._watchers: list[Watcher] = []
 
@@ -147,7 +143,7 @@ class TaskListener(Listener):
         """Add requests, and count them; see ``Listener.listen``."""
         # The watchers first: _listen() finds requests that are done before.
         for workers in {request._workers for request in requests}:
-            watcher = watcher_of(workers, self._loop)
+            watcher = watcher_of(workers, self.loop)
             if watcher is not None:
                 watcher.begin()
                 self._watchers.append(watcher)
@@ -155,10 +151,10 @@ class TaskListener(Listener):
 
     async def sleep(self, timeout: float = math.inf) -> None:
         """Suspend the coroutine until a request is done, or for `timeout` seconds."""
-        self._future = self._loop.create_future()
+        self._future = self.loop.create_future()
         timer = None
         if timeout < math.inf:
-            timer = self._loop.call_later(timeout, _wake, self._future)
+            timer = self.loop.call_later(timeout, _wake, self._future)
         try:
             await self._future
         finally:
@@ -173,10 +169,10 @@ class TaskListener(Listener):
             self._watchers.pop().end()
 
     def _wake(self) -> None:
-        if asyncio._get_running_loop() is self._loop:
+        if asyncio._get_running_loop() is self.loop:
             self._resume()
         else:
-            _call_soon(self._loop, self._resume)
+            _call_soon(self.loop, self._resume)
 
     def _resume(self) -> None:
         _wake(self._future)
@@ -228,15 +224,14 @@ async def close(workers: Workers, stop: Callable[[], None]) -> None:
     Submission must be closed already.  A cancelled task keeps waiting, and raises at the
     end.
     """
-    calls = Awaiting()
     try:
         # OSError: no descriptor is left for an eventfd, so stop() waits instead.
         with contextlib.suppress(OSError):
             await _drain(workers)
     except asyncio.CancelledError:
-        await calls.call(stop)
+        await in_thread(stop)
         raise
-    await calls.call(stop)
+    await in_thread(stop)
 
 
 async def _drain(workers: Workers) -> None:
@@ -251,54 +246,32 @@ async def _drain(workers: Workers) -> None:
         watcher.end()
 
 
-class Awaiting:
-    """Makes blocking calls from the running event loop.
+async def in_thread(function: Callable[..., R], /, *args: Any) -> R:
+    """Call a short function that may block in the running loop's default executor.
 
-    Short functions that may block run in the loop's default executor; transfers are awaited
-    requests.  A cancelled task waits for both before it raises.
+    A cancelled task waits for it before it raises.
     """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    async def call(self, function: Callable[..., R], /, *args: Any) -> R:
-        future = self._loop.run_in_executor(None, function, *args)
-        try:
-            await _until(future.done, lambda: asyncio.wait([future]))
-        except asyncio.CancelledError:
-            # The cancellation is raised, so nobody can look at the call's own error.
-            future.exception()
-            raise
-        return future.result()
-
-    async def transfer(
-        self, wait: Callable[..., Any], submit: Callable[..., Any], /, *args: Any
-    ) -> Any:
-        return await submit(*args)
-
-    def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
-        return _EnteredElsewhere(self, context)
-
-    async def locked(self, wait: Callable[[], Any], attempt: Callable[[], bool], /) -> None:
-        """Retry, so that a cancelled task need not wait, and no thread is blocked."""
-        delay = LOCK_DELAY_MIN_S
-        while not await self.call(attempt):
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, SLICE_S)
+    future = asyncio.get_running_loop().run_in_executor(None, function, *args)
+    try:
+        await _until(future.done, lambda: asyncio.wait([future]))
+    except asyncio.CancelledError:
+        # The cancellation is raised, so nobody can look at the call's own error.
+        future.exception()
+        raise
+    return future.result()
 
 
-class _EnteredElsewhere(Generic[V_co]):
-    """A context entered and left in the executor, whenever the task is cancelled."""
+class InThread(Generic[V]):
+    """A context entered and left by ``in_thread``, whenever the task is cancelled."""
 
-    def __init__(self, calls: Awaiting, context: AbstractContextManager[V_co]) -> None:
-        self._calls = calls
+    def __init__(self, context: AbstractContextManager[V]) -> None:
         self._context = context
         # Knows whether the context was entered, even if the result was lost.
         self._stack = contextlib.ExitStack()
 
-    async def __aenter__(self) -> V_co:
+    async def __aenter__(self) -> V:
         try:
-            return await self._calls.call(self._stack.enter_context, self._context)
+            return await in_thread(self._stack.enter_context, self._context)
         except asyncio.CancelledError as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -312,4 +285,4 @@ class _EnteredElsewhere(Generic[V_co]):
         if kind is GeneratorExit:
             # The loop is gone, so the coroutine cannot await anything any more.
             return self._stack.__exit__(kind, error, traceback)
-        return await self._calls.call(self._stack.__exit__, kind, error, traceback)
+        return await in_thread(self._stack.__exit__, kind, error, traceback)

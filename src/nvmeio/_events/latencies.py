@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._events.notebooks import html_table
-
 __all__ = ["Latencies"]
 
 
@@ -96,12 +94,3 @@ class Latencies:
         """Return the number of blocks and the most common percentiles."""
         shares = ", ".join(f"p{q} {self.percentile_us(q):.1f} us" for q in (50, 99, 99.9))
         return f"<nvmeio.Latencies of {self.count} blocks: {shares}>"
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook."""
-        shares = {"fastest": 0, "median": 50, "90 %": 90, "99 %": 99, "99.9 %": 99.9}
-        rows = {
-            name: f"{self.percentile_us(q):,.1f} us"
-            for name, q in (shares | {"slowest": 100}).items()
-        }
-        return html_table("nvmeio.Latencies", {"blocks": self.count, **rows})

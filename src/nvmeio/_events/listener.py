@@ -10,14 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-__all__ = ["Listener", "Request", "Watcher", "Workers"]
-
-
-class Watcher(Protocol):
-    """An event loop that waits for requests, as the workers see it."""
-
-    def close(self) -> None:
-        """Stop watching, because the workers are stopped.  Called by any thread."""
+__all__ = ["Listener", "Request", "Workers"]
 
 
 class Workers(Protocol):
@@ -66,6 +59,9 @@ class Listener(ABC):
 
     A subclass sleeps meanwhile; ``_wake`` wakes it.
     """
+
+    # The event loop in which it sleeps; None if a thread sleeps.
+    loop: Any = None
 
     def __init__(self) -> None:
         self.done: deque[Any] = deque()

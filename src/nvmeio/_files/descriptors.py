@@ -1,10 +1,12 @@
-"""Descriptors of directories and lock files, which are closed whatever happens."""
+"""Descriptors: open and close those of directories and lock files, truncate files."""
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["FOLDER", "close_quietly", "opened"]
+__all__ = ["FOLDER", "close_quietly", "cut", "opened"]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -23,3 +25,10 @@ def close_quietly(descriptor: int) -> None:
     """Close a descriptor; ignore errors, which mean nothing after reading or a sync."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
+
+
+def cut(file: Any, size: int) -> None:
+    """Truncate an open file to its new contents; do nothing for a device."""
+    found = os.fstat(file.fileno())
+    if found.st_size != size and stat.S_ISREG(found.st_mode):
+        file.truncate(size)

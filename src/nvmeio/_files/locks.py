@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
+from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly
 from nvmeio._files.paths import naming
@@ -102,7 +103,7 @@ class FileLock:
     its lock.  Leaving it releases the lock.
     """
 
-    def __init__(self, file: "_HasFileno", flags: int = os.O_RDWR) -> None:
+    def __init__(self, file: HasFileno, flags: int = os.O_RDWR) -> None:
         self._file, self._flags = file, flags
         self.descriptor = -1
 
@@ -134,17 +135,13 @@ class FileLock:
 
 
 @contextlib.contextmanager
-def locked_for_reading(file: "_HasFileno") -> Iterator[int]:
+def locked_for_reading(file: HasFileno) -> Iterator[int]:
     """Take a shared lock on a file, waiting for its holder; yield a new descriptor."""
     with FileLock(file, os.O_RDONLY) as lock:
         # Where a file cannot be locked, nobody has locked it.
         with contextlib.suppress(OSError):
             fcntl.flock(lock.descriptor, fcntl.LOCK_SH)
         yield lock.descriptor
-
-
-class _HasFileno(Protocol):
-    def fileno(self) -> int: ...
 
 
 class _Closes(Protocol):

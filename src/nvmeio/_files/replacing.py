@@ -48,17 +48,17 @@ def _mount_of(path: str) -> int:
 
 
 @contextlib.contextmanager
-def replacement(target: str, *, overwrite: bool = True) -> Iterator[str]:
-    """Yield the name of a temporary file, which replaces `target` unless the block raises.
+def replacement(target: str) -> Iterator[str]:
+    """Yield the name of a temporary file, which then replaces `target`.
 
-    With ``overwrite=False``, raise FileExistsError if `target` exists at the end.
+    After an error, the temporary file is removed.
     """
     # Not derived from the target's name, which may be too long for a suffix.
     name = f".nvmeio-{os.urandom(8).hex()}.tmp"
     temporary = os.path.join(os.path.dirname(target), name)
     try:
         yield temporary
-        (os.replace if overwrite else _rename_to_new)(temporary, target)
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -109,19 +109,3 @@ def link(descriptor: int, path: str) -> None:
     with opened("/proc/self/fd", FOLDER) as folder:
         # With src_dir_fd Python calls linkat(2), which follows the link in /proc/self/fd.
         os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
-
-
-def _rename_to_new(temporary: str, target: str) -> None:
-    """Rename a file; raise FileExistsError if the new name exists."""
-    try:
-        # link(2) never replaces a file; rename(2) would.
-        os.link(temporary, target)
-        os.unlink(temporary)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        # The file system has no hard links (FAT).  A file that appears between this check
-        # and the rename is replaced.
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
-        os.replace(temporary, target)

@@ -12,7 +12,7 @@ import numpy
 
 from libc.stdint cimport INT64_MAX, int64_t
 
-from nvmeio._arguments.checks import MISSING, integer, shown
+from nvmeio._arguments.checks import integer, shown
 
 _numpy_bool = numpy.bool_
 
@@ -23,8 +23,6 @@ cdef int WRAPPERS_MAX = 8
 cdef object path_or_descriptor(object file):
     if isinstance(file, (str, bytes)) or type(file) is int:
         return file
-    if file is MISSING:
-        raise TypeError("the argument 'file' is missing: a path, a descriptor or a file")
     # With both in one tuple, Cython 3.3 does not check whether isinstance() raises.
     if not (isinstance(file, bool) or isinstance(file, _numpy_bool)):
         for convert in (os.fspath, operator.index):

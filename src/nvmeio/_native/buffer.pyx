@@ -6,6 +6,7 @@ by their library, which registry.py finds; request.pyx does the I/O.
 """
 
 import functools
+import os
 
 import numpy
 
@@ -25,7 +26,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uintptr_t
 
-from nvmeio cimport libnvmeio
+from nvmeio._libnvmeio cimport c_pool
 from nvmeio._native cimport dlpack
 
 from nvmeio._memory.strides import may_overlap
@@ -76,7 +77,7 @@ cdef class Buffer:
     cdef int disuse(self) noexcept:
         """Tell the pool that the memory is no longer in use; runs no Python."""
         if self.pooled != NULL:
-            libnvmeio.pool_use(self.pooled, -1)
+            c_pool.pool_use(self.pooled, -1)
             self.pooled = NULL
         return 0
 
@@ -255,6 +256,11 @@ cdef object library_for(object source):
             return library
     library = library_of(source)
     if library is None:
+        if isinstance(source, (str, os.PathLike)):
+            raise TypeError(
+                f"buffer is the path {os.fspath(source)!r}; it must be an array, a tensor "
+                "or another object with the buffer protocol: are the two arguments swapped?"
+            )
         raise TypeError(
             "expected an array, a tensor or another object with the buffer protocol, "
             f"not {describe(source)}{remedy_for(source)}"
@@ -379,7 +385,7 @@ cdef void mark_use(Buffer buffer, void *origin) noexcept:
     """Count a use of the caller's memory, in case it belongs to the pool."""
     buffer.pooled = origin
     if origin != NULL:
-        libnvmeio.pool_use(origin, 1)
+        c_pool.pool_use(origin, 1)
 
 
 cdef str describe(object source):

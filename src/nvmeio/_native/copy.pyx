@@ -16,7 +16,7 @@ from cpython.buffer cimport (
 from cpython.type cimport PyType_IsSubtype
 from cython.parallel cimport prange
 
-from nvmeio cimport libnvmeio
+from nvmeio._libnvmeio cimport c_copy, c_pool, c_system
 from nvmeio._native cimport dlpack
 from nvmeio._native.buffer cimport (
     Buffer,
@@ -83,7 +83,7 @@ def memcpy(dest, src, *, threads=None) -> None:
     -----
     If the two overlap in memory, the result is that of memmove(3).  Below 1 MiB, and in a
     forked child, the calling thread copies alone.  Releases the GIL from 512 KiB on.
-    The environment variable ``NVMEIO_COPY`` (avx512, avx2, neon, portable, movsb or auto)
+    The environment variable ``NVMEIO_COPY`` (avx512, avx2, neon, portable or auto)
     selects the kernel; the first copy raises ValueError if this processor lacks it.  The
     padding between fields of a structured dtype is not always copied.
 
@@ -119,36 +119,6 @@ def memcpy(dest, src, *, threads=None) -> None:
     target.land()
     target.release()
     source.release()
-
-
-def deepspeed_memcpy(dest, src) -> int:
-    """Copy all bytes of ``src`` into ``dest``: ``memcpy`` by DeepSpeed's name.
-
-    Parameters
-    ----------
-    dest, src : array, tensor or object with the buffer protocol
-        As for ``memcpy``.
-
-    Returns
-    -------
-    int
-        0, as DeepSpeed's op does.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``memcpy``.
-
-    Examples
-    --------
-    >>> source, target = np.arange(1000), np.zeros(1000, np.int64)
-    >>> nvmeio.deepspeed_memcpy(target, source)
-    0
-    >>> int(target.sum())
-    499500
-    """
-    memcpy(dest, src)
-    return 0
 
 
 cdef bint copy_arrays(object dest, object src, int team) except -1:
@@ -204,17 +174,17 @@ cdef bint copy_tensors(object dest, object src, int team) except -1:
     to = <char *> target.data + target.byte_offset
     of = <char *> source.data + source.byte_offset
     if nbytes < NOGIL_BYTES:
-        libnvmeio.copy(to, of, nbytes)
+        c_copy.copy(to, of, nbytes)
     else:
         # Hold the storages, not the tensors, because set_() replaces a tensor's storage.
         held = (dest.untyped_storage(), src.untyped_storage())
-        libnvmeio.pool_use(to, 1)
-        libnvmeio.pool_use(of, 1)
+        c_pool.pool_use(to, 1)
+        c_pool.pool_use(of, 1)
         try:
             copy_bytes(to, of, nbytes, team)
         finally:
-            libnvmeio.pool_use(to, -1)
-            libnvmeio.pool_use(of, -1)
+            c_pool.pool_use(to, -1)
+            c_pool.pool_use(of, -1)
             del held
     library_for(dest).touch(dest)
     return True
@@ -296,16 +266,16 @@ cdef int copy_by_host(object dest, object src, bint to_device) except -1:
 cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
     """Copy with up to `team` threads; 0: as many as this process may use."""
     if size < NOGIL_BYTES:
-        libnvmeio.copy(target, source, size)
+        c_copy.copy(target, source, size)
         return 0
-    if size < PARALLEL_BYTES or libnvmeio.copy_overlaps(target, source, size):
+    if size < PARALLEL_BYTES or c_copy.copy_overlaps(target, source, size):
         team = 1
     else:
         team = min(team or threads_wanted(), size // SHARE_BYTES_MIN, TEAM_MAX)
-        team = libnvmeio.team_size(team)
+        team = c_system.team_size(team)
     with nogil:
         if team == 1:
-            libnvmeio.copy(target, source, size)
+            c_copy.copy(target, source, size)
         else:
             copy_parallel(<char *> target, <char *> source, size, team)
     return 0
@@ -316,7 +286,7 @@ cdef int threads_wanted() except -1:
     limit = thread_limit()
     if limit == 1 or threads_max() == 1:
         return 1
-    cdef int count = libnvmeio.cpu_count()
+    cdef int count = c_system.cpu_count()
     if threads_max() > 0:
         count = min(count, threads_max())
     return count if limit is None else max(1, min(count, limit))
@@ -365,4 +335,4 @@ cdef void copy_shares(
         while atomic_load(&following[share]) < end:
             at = atomic_fetch_add(&following[share], 1) * chunk
             if at < end * chunk:
-                libnvmeio.copy_part(target + at, source + at, min(chunk, size - at), size)
+                c_copy.copy_part(target + at, source + at, min(chunk, size - at), size)

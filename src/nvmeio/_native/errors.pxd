@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t
 
-from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome
+from nvmeio._libnvmeio.c_base cimport nvmeio_op
+from nvmeio._libnvmeio.c_request cimport nvmeio_outcome
 
 
 # Return a result of the library; raise OSError if it is negative (an error).
@@ -47,8 +48,14 @@ cdef object error_of_blocked(
 # Raise the exception for a submission that the library refused.
 cdef int raise_refused(nvmeio_op op, object path, int result) except -1
 
+# Raise the error of closing a file that was written.
+cdef int raise_unclosed(int result, object path) except -1
+
 # Return the text to warn with if nobody looks at the error; None for cancellations.
 cdef str words_of(object error)
 
 # Warn of an error that nobody looked at before its request was freed.
 cdef int warn_of(str words) except -1
+
+# Warn of an error of closing a file that nobody closed before it was freed.
+cdef int warn_unclosed(int result, object path) except -1

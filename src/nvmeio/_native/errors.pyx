@@ -7,7 +7,9 @@ from concurrent.futures import CancelledError
 
 from libc.stdint cimport int64_t
 
-from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op, nvmeio_outcome
+from nvmeio._libnvmeio.c_base cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
+from nvmeio._libnvmeio.c_request cimport nvmeio_outcome
+
 
 cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
 
@@ -43,6 +45,8 @@ cdef object error_of(
             f"{offset}, got {outcome.got}{hint_for(path)}"
         )
         return OSError(errno.ENODATA, words, path)
+    if outcome.closing:
+        return error_in_words(-outcome.result, f"(close after the {where})", path)
     return error_in_words(-outcome.result, f"({where}, {outcome.got} bytes done)", path)
 
 
@@ -105,6 +109,10 @@ cdef int raise_refused(nvmeio_op op, object path, int result) except -1:
     check(result, path)
 
 
+cdef int raise_unclosed(int result, object path) except -1:
+    raise error_in_words(-result, "(close)", path)
+
+
 cdef str words_of(object error):
     return str(error) if isinstance(error, OSError) else None
 
@@ -112,5 +120,15 @@ cdef str words_of(object error):
 cdef int warn_of(str words) except -1:
     warnings.warn(
         f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=2
+    )
+    return 0
+
+
+cdef int warn_unclosed(int result, object path) except -1:
+    warnings.warn(
+        f"a file was not closed before it was freed, and then: {reason_of(-result)}: "
+        f"{path!r}",
+        RuntimeWarning,
+        stacklevel=2,
     )
     return 0

@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t, uint32_t
 
-from nvmeio.libnvmeio cimport nvmeio_direct, nvmeio_file, nvmeio_op
+from nvmeio._libnvmeio.c_base cimport nvmeio_direct, nvmeio_op
+from nvmeio._libnvmeio.c_file cimport nvmeio_file
 
 
 cdef class File:
@@ -16,9 +17,17 @@ cdef class File:
     cdef object lock           # guards the position; made on first need
     cdef unsigned long holder  # the thread that holds the lock, or 0
     cdef uint32_t generation   # fork_generation() of the process that made the lock
+    cdef bint passing          # a handle opened it for a request, which takes over `c`
 
-    # Return a new reference, which the caller releases; raise ValueError once closed.
+    # Return a new reference, for let_go(); raise ValueError once closed.
     cdef nvmeio_file *retain(self) except NULL
+
+    # Release a reference; raise OSError if that closes the file and close(2) fails.
+    cdef int let_go(self, nvmeio_file *c) except -1
+
+    # Return a reference for a request to take over, which take_back() undoes.
+    cdef nvmeio_file *lend(self) except NULL
+    cdef int take_back(self, nvmeio_file *c) except -1
 
 
 # Return the descriptor that goes through the page cache; open it on first need.
@@ -32,9 +41,3 @@ cdef nvmeio_direct direct_option(object direct) except *
 # Open with the `flags` of open(2).
 cdef File open_path(object path, int flags, str mode, nvmeio_direct direct)
 cdef File open_descriptor(object descriptor, nvmeio_direct direct)
-
-# Compare memory with what the page cache has of the file; return an exception, or None.
-cdef object check_against_file(
-    nvmeio_op op, File file, const void *address, size_t nbytes, int64_t offset,
-    object path
-)

@@ -40,21 +40,21 @@ from posix.unistd cimport lseek
 from posix.unistd cimport read as c_read
 from posix.unistd cimport write as c_write
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
-from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_file
-from nvmeio.libnvmeio cimport nvmeio_file_info, nvmeio_op
-from nvmeio._native.arguments cimport file_position
-from nvmeio._native.errors cimport check, error_in_words, raise_because, verb_of
-from nvmeio._arguments.checks import (
-    MISSING,
-    direct_choice,
-    integer,
-    path_of,
-    shown,
-    whole,
+from nvmeio._libnvmeio cimport c_base, c_file
+from nvmeio._libnvmeio.c_base cimport (
+    DIRECT_ALWAYS,
+    DIRECT_AUTO,
+    DIRECT_NEVER,
+    OP_FSYNC,
+    OP_READ,
+    OP_WRITE,
+    nvmeio_direct,
+    nvmeio_op,
 )
-from nvmeio._arguments.keywords import refuse_unknown
+from nvmeio._libnvmeio.c_file cimport nvmeio_file, nvmeio_file_info
+from nvmeio._native.arguments cimport file_position
+from nvmeio._native.errors cimport check, raise_because, raise_unclosed, warn_unclosed
+from nvmeio._arguments.checks import direct_choice, integer, path_of, shown, whole
 from nvmeio._files.paths import absolute
 
 cdef extern from "<fcntl.h>" nogil:
@@ -104,6 +104,7 @@ def use_handle(function):
 # One operation at the position of a file.
 cdef struct Turn:
     nvmeio_file *c       # a reference: the descriptor stays open
+    nvmeio_op op         # OP_FSYNC if it neither reads nor writes
     int descriptor
     int64_t begin        # the position before
 
@@ -147,8 +148,9 @@ cdef class File:
 
     Notes
     -----
-    Thread-safe.  Requests in flight keep the file open after ``close()``.  Methods that
-    need an open file raise ValueError once it is closed.
+    Thread-safe; all methods release the GIL while they wait.  Requests in flight keep the
+    file open after ``close()``.  Methods that need an open file raise ValueError once it is
+    closed, and ``io.UnsupportedOperation`` if the mode does not permit what they do.
 
     ``isinstance(file, io.RawIOBase)`` is true, so ``numpy.load``, ``torch.save``,
     ``zipfile``, ``io.TextIOWrapper`` and the like accept a File.  There is no buffer: each
@@ -187,9 +189,7 @@ cdef class File:
     (13, 0, b'first\\n', b'second\\n')
     """
 
-    def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):
-        if unknown:
-            refuse_unknown(File, unknown)
+    def __init__(self, path, mode="r", *, direct="auto"):
         if not isinstance(mode, str) or mode not in _MODES:
             refuse_mode(mode)
         full_mode, flags = _MODES[mode]
@@ -204,18 +204,45 @@ cdef class File:
         fill(self, flags, c_direct)
 
     def __dealloc__(self):
+        cdef int result
         with nogil:
-            libnvmeio.file_release(self.c)
+            result = c_file.file_release(self.c)
+        if result < 0:
+            warn_unclosed(result, self.path)
 
     cdef nvmeio_file *retain(self) except NULL:
         cdef nvmeio_file *c
         with cython.critical_section(self):
             c = self.c
             if c != NULL:
-                libnvmeio.file_retain(c)
+                c_file.file_retain(c)
         if c == NULL:
             raise ValueError(f"the file {self.path!r} is closed")
         return c
+
+    cdef int let_go(self, nvmeio_file *c) except -1:
+        cdef int result
+        if self.c == c:
+            result = c_file.file_release(c)
+        else:
+            # This may be the last reference, and closing a file may take long.
+            with nogil:
+                result = c_file.file_release(c)
+        return 0 if result >= 0 else raise_unclosed(result, self.path)
+
+    cdef nvmeio_file *lend(self) except NULL:
+        # Nobody else has a file that was opened for one request.
+        cdef nvmeio_file *c = self.c
+        if not self.passing or c == NULL:
+            return self.retain()
+        self.c = NULL
+        return c
+
+    cdef int take_back(self, nvmeio_file *c) except -1:
+        if not self.passing:
+            return self.let_go(c)
+        self.c = c
+        return 0
 
     @property
     def size(self) -> int:
@@ -223,8 +250,8 @@ cdef class File:
         cdef nvmeio_file *c = self.retain()
         cdef int64_t size
         with nogil:
-            size = libnvmeio.file_size(c)
-            libnvmeio.file_release(c)
+            size = c_file.file_size(c)
+        self.let_go(c)
         return check(size, self.path)
 
     @property
@@ -287,19 +314,6 @@ cdef class File:
         bytes
             Fewer than ``size`` only at the end of the file.
 
-        Raises
-        ------
-        OSError
-            The read failed.  The position is unchanged.
-        TypeError
-            ``size`` is not an integer.
-        ValueError
-            The file is closed.
-
-        Notes
-        -----
-        Releases the GIL.
-
         Examples
         --------
         >>> nvmeio.write_file(b"two words", "text")
@@ -308,19 +322,11 @@ cdef class File:
         ...     file.read(3), file.read()
         (b'two', b' words')
         """
-        if type(size) is not int:
-            size = -1 if size is None else integer("size", size)
-        return in_turn(self, OP_READ, read_bytes, size)
+        return in_turn(self, OP_READ, read_bytes, limit_of("size", size))
 
     def readall(self) -> bytes:
-        """Read from the position to the end of the file, like ``read()`` without a size.
-
-        Returns
-        -------
-        bytes
-            Empty at the end of the file.
-        """
-        return in_turn(self, OP_READ, read_bytes, -1)
+        """Read from the position to the end of the file, like ``read()``."""
+        return self.read()
 
     def readinto(self, buffer, /) -> int:
         """Read at the position into a buffer, and advance the position.
@@ -336,19 +342,6 @@ cdef class File:
             The number of bytes read; less than the buffer's size only at the end of the
             file.
 
-        Raises
-        ------
-        OSError
-            The read failed.  The position is unchanged.
-        TypeError
-            The object has no buffer, or is read-only.
-        ValueError
-            The file is closed.
-
-        Notes
-        -----
-        Releases the GIL.
-
         Examples
         --------
         >>> nvmeio.write_file(np.arange(4), "data.bin")
@@ -360,41 +353,17 @@ cdef class File:
         >>> array
         array([0, 1])
         """
-        return in_turn(self, OP_READ, read_into, buffer)
+        return in_turn(self, OP_READ, use_buffer, buffer)
 
     def readline(self, size=-1, /) -> bytes:
-        """Read a line at the position, with its newline, and advance the position.
-
-        Parameters
-        ----------
-        size : int, default -1
-            The most bytes to read; negative or None: no limit.
-
-        Returns
-        -------
-        bytes
-            Ends with a newline unless the limit or the end of the file comes first.
-        """
-        if type(size) is not int:
-            size = -1 if size is None else integer("size", size)
-        return in_turn(self, OP_READ, read_line, size)
+        """Read a line with its newline, but at most ``size`` bytes unless negative."""
+        return in_turn(self, OP_READ, read_line, limit_of("size", size))
 
     def readlines(self, hint=-1, /) -> list[bytes]:
-        """Read lines at the position, and advance it.
-
-        Parameters
-        ----------
-        hint : int, default -1
-            Stop after the line that brings the total to this many bytes; 0, negative or
-            None: read all lines.
-
-        Returns
-        -------
-        list of bytes
-            Whole lines.
-        """
-        hint = -1 if hint is None else integer("hint", hint)
-        lines, total = [], 0
+        """Read lines; if ``hint`` is positive, until they have that many bytes."""
+        cdef list lines = []
+        hint = limit_of("hint", hint)
+        total = 0
         for line in self:
             lines.append(line)
             total += len(line)
@@ -403,8 +372,7 @@ cdef class File:
         return lines
 
     def __iter__(self):
-        describe(self)
-        return self
+        return self.__enter__()
 
     def __next__(self) -> bytes:
         line = self.readline()
@@ -430,16 +398,6 @@ cdef class File:
         OSError
             The write failed.  The position is unchanged, but some of the bytes may have
             been written.
-        io.UnsupportedOperation
-            The file is not open for writing.
-        TypeError
-            The object has no buffer.
-        ValueError
-            The file is closed.
-
-        Notes
-        -----
-        Releases the GIL.
 
         Examples
         --------
@@ -447,16 +405,11 @@ cdef class File:
         ...     file.write(b"two "), file.write(b"words")
         (4, 5)
         """
-        return in_turn(self, OP_WRITE, write_all, buffer)
+        return in_turn(self, OP_WRITE, use_buffer, buffer)
 
     def writelines(self, lines, /) -> None:
-        """Write several buffers, one after another, without adding newlines.
-
-        Parameters
-        ----------
-        lines : iterable of objects with the buffer protocol
-            The bytes to write, as for ``write``.
-        """
+        """Write each buffer of an iterable, without adding newlines."""
+        describe(self)
         for line in lines:
             self.write(line)
 
@@ -476,15 +429,6 @@ cdef class File:
         -------
         int
             The new position, which may be beyond the end of the file.
-
-        Raises
-        ------
-        OSError
-            EINVAL if the position would be negative.
-        TypeError
-            An argument is not an integer.
-        ValueError
-            An argument is out of range, or the file is closed.
 
         Examples
         --------
@@ -513,18 +457,10 @@ cdef class File:
         data_only : bool, default False
             Use fdatasync(2), which leaves out metadata that reading the data does not need.
 
-        Raises
-        ------
-        OSError
-            The device failed.
-        TypeError, ValueError
-            ``data_only`` is not a boolean, or the file is closed.
-
         Notes
         -----
         Waits for earlier writes to the file through ``nvmeio.default_handle()``, and covers
         them.  The name of a new file is durable only after an fsync of its folder.
-        Releases the GIL.
 
         Examples
         --------
@@ -550,16 +486,6 @@ cdef class File:
         OSError
             ENOSPC if the device has too little space, some of which may then be reserved;
             EOPNOTSUPP if the file system cannot reserve space.
-        io.UnsupportedOperation
-            The file is not open for writing.
-        TypeError
-            ``size`` is not an integer.
-        ValueError
-            ``size`` is out of range, or the file is closed.
-
-        Notes
-        -----
-        Releases the GIL.
 
         Examples
         --------
@@ -584,20 +510,9 @@ cdef class File:
         int
             The new size.  The position does not move.
 
-        Raises
-        ------
-        OSError
-            EFBIG if the file system does not support files of that size.
-        io.UnsupportedOperation
-            The file is not open for writing.
-        TypeError
-            ``size`` is not an integer.
-        ValueError
-            ``size`` is out of range, or the file is closed.
-
         Notes
         -----
-        Releases the GIL.  Writes in flight may make the file longer again.
+        Writes in flight may make the file longer again.
 
         Examples
         --------
@@ -630,20 +545,29 @@ cdef class File:
         return open_page_cache(self)
 
     def close(self) -> None:
-        """Close the file without waiting; a second call does nothing.
+        """Close the file without waiting for requests; a second call does nothing.
+
+        Raises
+        ------
+        OSError
+            The file was open for writing, and its file system reports only now that bytes
+            were not written: ENOSPC, EDQUOT or EIO, as NFS and FUSE may.  The file is
+            closed nevertheless.
 
         Notes
         -----
-        Requests in flight keep the descriptors until they are done.
+        Requests in flight keep the file open until they are done.  Then the last of them
+        closes it, and its ``wait`` raises that error.
         """
         cdef nvmeio_file *c
         with cython.critical_section(self):
             c = self.c
             self.c = NULL
-        with nogil:
-            libnvmeio.file_release(c)
+        if c != NULL:
+            self.let_go(c)
 
     def __enter__(self):
+        describe(self)
         return self
 
     def __exit__(self, *exc_info):
@@ -718,16 +642,17 @@ cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument)
     """
     cdef Turn turn
     cdef nvmeio_file_info info
+    turn.op = op
     turn.c = file.retain()
     try:
-        libnvmeio.file_get_info(turn.c, &info)
+        c_file.file_get_info(turn.c, &info)
         if op == OP_READ and not info.readable:
             refuse_operation(errno.EBADF, "the file is not open for reading", file.path)
         if op == OP_WRITE and not info.writable:
             refuse_operation(errno.EBADF, "the file is not open for writing", file.path)
         if not file.page_cache_open:
             open_page_cache(file)
-        turn.descriptor = libnvmeio.file_fd(turn.c)
+        turn.descriptor = c_file.file_fd(turn.c)
         lock = lock_of(file)
         lock.acquire()
         file.holder = PyThread_get_thread_ident()
@@ -742,17 +667,12 @@ cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument)
             file.holder = 0
             lock.release()
     finally:
-        if file.c == turn.c:
-            libnvmeio.file_release(turn.c)
-        else:
-            # This may be the last reference, and closing a file may take long.
-            with nogil:
-                libnvmeio.file_release(turn.c)
+        file.let_go(turn.c)
 
 
 cdef object lock_of(File file):
     """Return the lock of the position; in a forked child a new one, not the parent's."""
-    cdef uint32_t generation = libnvmeio.fork_generation()
+    cdef uint32_t generation = c_base.fork_generation()
     if file.lock is None or file.generation != generation:
         lock = allocate_lock()
         with cython.critical_section(file):
@@ -785,7 +705,7 @@ cdef object cut(File file, Turn *turn, object size):
     cdef int64_t c_size = turn.begin if size is None else size
     cdef int result
     with nogil:
-        result = libnvmeio.file_truncate(turn.c, c_size)
+        result = c_file.file_truncate(turn.c, c_size)
     check(result, file.path)
     return c_size
 
@@ -801,15 +721,18 @@ cdef object reserve(File file, Turn *turn, object size):
     check(-error, file.path)
 
 
-cdef object read_into(File file, Turn *turn, object buffer):
-    """Fill a buffer, up to the end of the file; return the number of bytes read."""
+cdef object use_buffer(File file, Turn *turn, object buffer):
+    """Fill a buffer up to the end of the file, or write all of it; return the count."""
     cdef Py_buffer view
+    cdef int flags = PyBUF_WRITABLE if turn.op == OP_READ else PyBUF_SIMPLE
     try:
-        PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+        PyObject_GetBuffer(buffer, &view, flags)
     except BufferError as error:
+        if turn.op == OP_WRITE:
+            raise
         raise TypeError(f"the buffer is {shown(buffer)}: {error}") from None
     try:
-        return transfer_in(file, turn, buffer, <char *> view.buf, view.len)
+        return transfer(file, turn, buffer, <char *> view.buf, view.len)
     finally:
         PyBuffer_Release(&view)
 
@@ -824,135 +747,127 @@ cdef class _NewBytes:
         PyBuffer_FillInfo(view, self, memory, len(self.value), False, flags)
 
 
+cdef object limit_of(str name, object size):
+    """Return a number of bytes, or -1 for None."""
+    if type(size) is int:
+        return size
+    return -1 if size is None else integer(name, size)
+
+
 cdef object read_bytes(File file, Turn *turn, object size):
-    """Read up to `size` bytes; all up to the end of the file if `size` is negative."""
-    cdef list parts
-    if 0 <= size <= LARGE_BYTES:
-        return next_bytes(file, turn, size)
-    if size >= 0:
-        return next_bytes(file, turn, min(size, max(LARGE_BYTES, left_of(file, turn))))
-    parts = [next_bytes(file, turn, left_of(file, turn))]
-    # The file may have grown, and files of /proc report a size of 0.
-    while True:
-        part = next_bytes(file, turn, PIECE_BYTES)
-        if not part:
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.append(part)
+    cdef Py_ssize_t first_bytes = size
+    if not 0 <= first_bytes <= LARGE_BYTES:
+        # The file may grow, and files of /proc report a size of 0.
+        first_bytes = max(PIECE_BYTES, left_of(file, turn))
+    return read_parts(file, turn, size, first_bytes, False)
 
 
 cdef object read_line(File file, Turn *turn, object size):
-    """Read up to a newline, but at most `size` bytes unless `size` is negative."""
-    cdef Py_ssize_t wanted, end
+    return read_parts(file, turn, size, PIECE_BYTES, True)
+
+
+cdef bytes read_parts(
+    File file, Turn *turn, Py_ssize_t size, Py_ssize_t first_bytes, bint line
+):
+    """Read up to `size` bytes; negative: up to the end of the file.
+
+    With `line`, stop after a newline.  The first part has `first_bytes`.
+    """
+    cdef Py_ssize_t wanted, end = 0
     cdef list parts = []
+    cdef bytes part
     while size:
-        wanted = PIECE_BYTES if size < 0 else min(PIECE_BYTES, size)
+        wanted = PIECE_BYTES if parts else first_bytes
+        if 0 < size < wanted:
+            wanted = size
         part = next_bytes(file, turn, wanted)
-        end = part.find(b"\n") + 1
+        if line:
+            end = part.find(b"\n") + 1
         if end:
             seek_to(file, turn, end - len(part), SEEK_CUR)
-            parts.append(part[:end])
+            part = part[:end]
+        if part:
+            parts.append(part)
+        if end or len(part) < wanted:
             break
-        if not part:
-            break
-        parts.append(part)
         if size > 0:
-            size -= len(part)
-    return b"".join(parts)
+            size -= wanted
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 cdef int64_t left_of(File file, Turn *turn) except -1:
     """Return the number of bytes between the turn's start and the end of the file."""
     cdef int64_t size
     with nogil:
-        size = libnvmeio.file_size(turn.c)
+        size = c_file.file_size(turn.c)
     return max(0, check(size, file.path) - turn.begin)
 
 
 cdef bytes next_bytes(File file, Turn *turn, Py_ssize_t nbytes):
     """Read up to `nbytes` bytes at the position."""
-    cdef _NewBytes fresh
+    cdef _NewBytes fresh = _NewBytes.__new__(_NewBytes)
     cdef Py_ssize_t count
-    if nbytes == 0:
-        return b""
-    fresh = _NewBytes.__new__(_NewBytes)
     fresh.value = PyBytes_FromStringAndSize(NULL, nbytes)
-    count = transfer_in(file, turn, fresh, PyBytes_AS_STRING(fresh.value), nbytes)
+    count = transfer(file, turn, fresh, PyBytes_AS_STRING(fresh.value), nbytes)
     return fresh.value if count == nbytes else fresh.value[:count]
 
 
-cdef Py_ssize_t transfer_in(
+cdef Py_ssize_t transfer(
     File file, Turn *turn, object owner, char *memory, Py_ssize_t nbytes
 ) except -1:
-    """Read at the position into `owner`'s memory; return the number of bytes read."""
+    """Read into or write `owner`'s memory at the position; return the number of bytes."""
     cdef Py_ssize_t done = 0, got, left
     cdef int error
     if nbytes >= LARGE_BYTES and not is_finalizing():
-        done = min(nbytes, left_of(file, turn))
-        if done < LARGE_BYTES or not read_past_cache(file, turn, owner, done):
-            done = 0
+        done = pass_cache(file, turn, owner, nbytes)
     while done < nbytes:
         left = nbytes - done
         with nogil:
-            got = c_read(turn.descriptor, memory + done, left)
+            if turn.op == OP_READ:
+                got = c_read(turn.descriptor, memory + done, left)
+            else:
+                got = c_write(turn.descriptor, memory + done, left)
             error = c_errno
         if got > 0:
             done += got
-        elif got == 0:
-            break
-        elif error == EINTR:
+        elif got < 0 and error == EINTR:
             PyErr_CheckSignals()
+        elif got < 0 or turn.op == OP_WRITE:
+            check(-(error if got else errno.EIO), file.path)
         else:
-            check(-error, file.path)
+            break
     return done
 
 
-cdef bint read_past_cache(File file, Turn *turn, object owner, Py_ssize_t nbytes) except -1:
-    """Read at the turn's start; return False if the file has been truncated meanwhile."""
+cdef Py_ssize_t pass_cache(
+    File file, Turn *turn, object owner, Py_ssize_t nbytes
+) except -1:
+    """Move large memory past the page cache; return 0 where read(2) has to do it."""
+    if turn.op == OP_READ:
+        nbytes = min(nbytes, left_of(file, turn))
+        if nbytes < LARGE_BYTES:
+            return 0
+    array = numpy.frombuffer(owner, numpy.uint8, nbytes)
     try:
-        _handle().read(numpy.frombuffer(owner, numpy.uint8, nbytes), file, turn.begin)
+        if turn.op == OP_READ:
+            _handle().read(array, file, turn.begin)
+        else:
+            _handle().write(array, file, turn.begin)
     except OSError as error:
-        if error.errno != errno.ENODATA:
-            raise
-        return False
+        # Another process has truncated the file meanwhile.
+        if turn.op == OP_READ and error.errno == errno.ENODATA:
+            return 0
+        raise
     seek_to(file, turn, turn.begin + nbytes, SEEK_SET)
-    return True
-
-
-cdef object write_all(File file, Turn *turn, object buffer):
-    """Write all of a buffer; return the number of bytes written."""
-    cdef Py_buffer view
-    cdef Py_ssize_t done = 0, got, left
-    cdef const char *memory
-    cdef int error
-    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
-    try:
-        memory = <const char *> view.buf
-        if view.len >= LARGE_BYTES and not is_finalizing():
-            _handle().write(numpy.frombuffer(buffer, numpy.uint8), file, turn.begin)
-            seek_to(file, turn, turn.begin + view.len, SEEK_SET)
-            return view.len
-        while done < view.len:
-            left = view.len - done
-            with nogil:
-                got = c_write(turn.descriptor, memory + done, left)
-                error = c_errno
-            if got > 0:
-                done += got
-            elif got == 0 or error != EINTR:
-                check(-(error if got else errno.EIO), file.path)
-            else:
-                PyErr_CheckSignals()
-        return done
-    finally:
-        PyBuffer_Release(&view)
+    return nbytes
 
 
 cdef nvmeio_file_info describe(File file) except *:
     """Return the library's information on an open file."""
     cdef nvmeio_file *c = file.retain()
     cdef nvmeio_file_info info
-    libnvmeio.file_get_info(c, &info)
-    libnvmeio.file_release(c)
+    c_file.file_get_info(c, &info)
+    file.let_go(c)
     return info
 
 
@@ -966,8 +881,8 @@ cdef int open_page_cache(File file) except -1:
     cdef nvmeio_file *c = file.retain()
     cdef int descriptor
     with nogil:
-        descriptor = libnvmeio.file_fd(c)
-        libnvmeio.file_release(c)
+        descriptor = c_file.file_fd(c)
+    file.let_go(c)
     check(descriptor, file.path)
     file.page_cache_open = True
     return descriptor
@@ -994,7 +909,7 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
     while result == -EINTR:
         PyErr_CheckSignals()
         with nogil:
-            result = libnvmeio.file_open(c_name, flags, direct, &c)
+            result = c_file.file_open(c_name, flags, direct, &c)
     if result < 0:
         raise_unsuitable(-result, file.path, direct)
     file.c = c
@@ -1006,7 +921,7 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
 cdef int note_fallback(File file) except -1:
     """Log, once for each device, that its files go through the page cache."""
     cdef nvmeio_file_info info
-    libnvmeio.file_get_info(file.c, &info)
+    c_file.file_get_info(file.c, &info)
     if not info.direct and info.device not in _buffered:
         _buffered.add(info.device)
         _log.info(
@@ -1036,7 +951,7 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
     while result == -EINTR:
         PyErr_CheckSignals()
         with nogil:
-            result = libnvmeio.file_dup(c_descriptor, direct, &c)
+            result = c_file.file_dup(c_descriptor, direct, &c)
     if result < 0:
         raise_unsuitable(-result, descriptor, direct)
     file.c = c
@@ -1090,34 +1005,4 @@ cdef object why_unsuitable(object file):
     ):
         if is_kind(mode):
             return f"it is {kind}; only regular files and block devices have offsets"
-    return None
-
-
-cdef object check_against_file(
-    nvmeio_op op, File file, const void *address, size_t nbytes, int64_t offset,
-    object path
-):
-    cdef nvmeio_file *c
-    cdef size_t position = 0
-    cdef int result
-    if op == OP_WRITE:
-        # The file may be open for writing only, and its path may be gone.
-        try:
-            own = f"/proc/self/fd/{file.fileno()}"
-            file = open_path(own, O_RDONLY, "rb", DIRECT_NEVER)
-        except OSError as error:
-            return OSError(error.errno, f"cannot validate: {error.strerror}", path)
-    c = file.retain()
-    with nogil:
-        result = libnvmeio.file_compare(c, offset, address, nbytes, &position)
-        libnvmeio.file_release(c)
-    if result < 0:
-        return error_in_words(-result, "(while the file was read to validate it)", path)
-    if result == 1:
-        return OSError(
-            errno.EIO,
-            f"validation failed: {verb_of(op)} of {nbytes} bytes at offset "
-            f"{offset} differs from the file at byte {position}",
-            path,
-        )
     return None

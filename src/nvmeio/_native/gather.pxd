@@ -1,6 +1,8 @@
 from libc.stdint cimport int64_t
 
-from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_op, nvmeio_request
+from nvmeio._libnvmeio.c_base cimport nvmeio_op
+from nvmeio._libnvmeio.c_request cimport nvmeio_request
+from nvmeio._libnvmeio.c_gather cimport nvmeio_gather
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File
 from nvmeio._native.request cimport Request
@@ -26,6 +28,17 @@ cdef class GatherRequest(Request):
 
     # Set the file.
     cdef int aim(self, File file) except -1
+
+
+cdef class NewBytes:
+    """Bytes objects whose contents are still to be read."""
+
+    cdef readonly list values
+    cdef object sizes           # int64 array
+    cdef object addresses       # of the contents; an int64 array
+
+    # Return where records belong that fill the objects at these positions; None: all.
+    cdef object places(self, object positions, object sizes)
 
 
 # Return the failures of a request: a description of the first, and index and errno of each.

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any, final
 
+from nvmeio._arrays.indexing import Positions
 from nvmeio._native.request import Request
 
 class GatherError(OSError):
@@ -20,3 +21,8 @@ class Deferred:
 
 @final
 class GatherRequest(Request): ...
+
+@final
+class NewBytes:
+    values: list[bytes]
+    def __init__(self, sizes: Positions) -> None: ...

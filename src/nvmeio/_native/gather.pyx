@@ -13,24 +13,30 @@ import numpy
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITE, PyObject_CheckBuffer
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport SIZE_MAX, int64_t, uintptr_t
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_failure, nvmeio_file
-from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_handle, nvmeio_op, nvmeio_outcome
-from nvmeio.libnvmeio cimport nvmeio_request
+from nvmeio._libnvmeio cimport c_gather, c_request
+from nvmeio._libnvmeio.c_base cimport OP_READ, nvmeio_op
+from nvmeio._libnvmeio.c_request cimport (
+    nvmeio_after,
+    nvmeio_failure,
+    nvmeio_handle,
+    nvmeio_outcome,
+    nvmeio_request,
+)
+from nvmeio._libnvmeio.c_gather cimport nvmeio_gather
 from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
-from nvmeio._native.new_bytes cimport NewBytes
 from nvmeio._native.request cimport Request, fill_request
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
-from nvmeio._arguments.checks import exact_array, has_integers, refuse_path, whole
+from nvmeio._arguments.checks import exact_array, has_integers, whole
 
 # _bring_back() reads memory, changes some of it and writes it back: one thread at a time.
 # An RLock, because a signal handler may interrupt that and do the same.
@@ -136,11 +142,7 @@ cdef class GatherRequest(Request):
             # It has no address, and only keeps the objects alive.
             self.buffer = new_buffer(memory, True)
             return None
-        try:
-            held = acquire(memory, self.op == OP_READ)
-        except TypeError:
-            refuse_path(memory)
-            raise
+        held = acquire(memory, self.op == OP_READ)
         host = None
         self.is_copied = held.nbytes > 0 and not held.is_in_place()
         if held.stage is not None or (self.op == OP_READ and self.is_copied):
@@ -157,7 +159,7 @@ cdef class GatherRequest(Request):
         cdef int result
         self.describe(&gather)
         with nogil:
-            result = libnvmeio.gather_check(&gather, &offender)
+            result = c_gather.gather_check(&gather, &offender)
         if result < 0 and offender < gather.count:
             raise_offender(self, offender, result)
         check(result)
@@ -165,7 +167,7 @@ cdef class GatherRequest(Request):
 
     cdef int aim(self, File file) except -1:
         nbytes = self.nbytes
-        fill_request(self, self.op, self.buffer, file, 0, False)
+        fill_request(self, self.op, self.buffer, file, 0)
         self.nbytes = nbytes
         return 0
 
@@ -173,17 +175,17 @@ cdef class GatherRequest(Request):
         self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
     ) except? -1:
         cdef nvmeio_gather gather
-        cdef nvmeio_file *c_file
         cdef int result
-        # Before retain(), because it runs Python code, which Ctrl-C may interrupt.
+        # Before lend(), because it runs Python code, which Ctrl-C may interrupt.
         self.describe(&gather)
-        c_file = self.file.retain()
-        gather.file = c_file
+        gather.file = self.file.lend()
+        gather.pass_file = True
         gather.after = after[0]
         with nogil:
-            result = libnvmeio.submit_gather(handle, &gather, &self.c, offender)
-            libnvmeio.file_release(c_file)
-        if result >= 0:
+            result = c_gather.submit_gather(handle, &gather, &self.c, offender)
+        if result < 0:
+            self.file.take_back(gather.file)
+        else:
             self.offsets = self.sizes = self.places = None
         return result
 
@@ -213,7 +215,8 @@ cdef class GatherRequest(Request):
         first, found = failures_of(self.c)
         if not found:
             # The request failed as a whole, or has no records.
-            return error_in_words(-outcome.result, f"({name})", self.path)
+            words = f"(close after the {name})" if outcome.closing else f"({name})"
+            return error_in_words(-outcome.result, words, self.path)
         error = -outcome.result
         return error_of_parts(
             GatherError, error, name, "record", first, found, self.count, self.path
@@ -240,7 +243,7 @@ cdef class GatherRequest(Request):
 
 
 cdef tuple failures_of(nvmeio_request *request):
-    cdef size_t count = libnvmeio.request_failures(request, NULL, 0), i
+    cdef size_t count = c_request.request_failures(request, NULL, 0), i
     cdef nvmeio_failure *failures
     if count == 0:
         return "", ()
@@ -248,7 +251,7 @@ cdef tuple failures_of(nvmeio_request *request):
     if failures == NULL:
         raise MemoryError()
     try:
-        libnvmeio.request_failures(request, failures, count)
+        c_request.request_failures(request, failures, count)
         first = f"{failures[0].size} bytes at offset {failures[0].offset}"
         return first, tuple((failures[i].index, -failures[i].error) for i in range(count))
     finally:
@@ -392,3 +395,39 @@ cdef object host_copy(object memory):
     host = library_for(memory).host_like(memory)
     memcpy(host, memory)
     return host
+
+
+# Not a buffer, because what is between the objects belongs to others.
+@cython.no_gc
+@cython.final
+cdef class NewBytes:
+    """Bytes objects whose contents are still to be read.
+
+    As ``out`` of a gather, ``out_offsets`` are positions in ``values``, and each record
+    fills its object.  Nothing else may use ``values`` before that.
+    """
+
+    def __init__(self, sizes):
+        cdef Py_ssize_t size
+        cdef list each = sizes.tolist()
+        self.sizes = sizes
+        check_memory(len(each), sum(each))
+        self.values = [PyBytes_FromStringAndSize(NULL, size) for size in each]
+        addresses = [<uintptr_t> PyBytes_AS_STRING(value) for value in self.values]
+        self.addresses = numpy.array(addresses, numpy.int64)
+
+    cdef object places(self, object positions, object sizes):
+        if positions is None:
+            positions = numpy.arange(len(self.sizes))
+        if (self.sizes[positions] != sizes).any():
+            raise ValueError("records that fill bytes objects must have their sizes")
+        return self.addresses[positions]
+
+
+cdef int check_memory(Py_ssize_t count, object total) except -1:
+    """Raise MemoryError for more than the system can give, before anything is filled."""
+    cdef void *memory = PyMem_RawMalloc(min(total, SIZE_MAX))
+    if memory == NULL:
+        raise MemoryError(f"out of memory: {count} records have {total} bytes")
+    PyMem_RawFree(memory)
+    return 0

@@ -1,4 +1,4 @@
-from nvmeio.libnvmeio cimport nvmeio_op
+from nvmeio._libnvmeio.c_base cimport nvmeio_op
 from nvmeio._native.open_files cimport OpenFiles
 from nvmeio._native.request cimport Request
 from nvmeio._native.workers cimport Workers
@@ -20,8 +20,8 @@ cdef class Handle:
     # Start a transfer or an fsync.  `waited_for`: the caller waits immediately, so this
     # thread may execute it.
     cdef Request begin(
-        self, nvmeio_op op, object buffer, object file, object offset, bint validate,
-        bint waited_for, object after
+        self, nvmeio_op op, object buffer, object file, object offset, bint waited_for,
+        object after
     )
     # Start many transfers, or the records of a gather or scatter, as one request.
     cdef Request begin_many(self, nvmeio_op op, object items, object after)
@@ -39,5 +39,5 @@ cdef class Handle:
     cdef int require_started(self) except -1
 
 
-# Make a handle with exactly these options; may include options that only DeepSpeed has.
+# Make a handle with exactly these options, of which `single_submit` is optional.
 cdef Handle new_handle(dict options)

@@ -5,14 +5,13 @@ memory, open_files.pyx its file, and workers.pyx the workers that execute it.
 """
 
 import atexit
-import inspect
 import threading
 import weakref
 
 cimport cython
 from libc.stdint cimport INT64_MAX, int64_t
 
-from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
+from nvmeio._libnvmeio.c_base cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._native.arguments cimport deadline_ns, file_position
 from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.file cimport File, direct_option
@@ -23,27 +22,18 @@ from nvmeio._native.request cimport Request, new_request, wait_or_cancel
 from nvmeio._native.staged cimport new_staged
 from nvmeio._native.workers cimport start_workers
 
-from nvmeio._config.constants import DEFAULTS as _DEFAULTS
 from nvmeio._config.options import handle_options, profile_arguments
 from nvmeio._memory.overlap import OVERLAPS
 from nvmeio._events.caller import CALLER
 from nvmeio._events.latencies import Latencies
-from nvmeio._events.notebooks import Figures, html_table
 from nvmeio._native.info import engines
-from nvmeio._arguments.checks import MISSING, flag, refuse_missing, refuse_path, shown
-from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
+from nvmeio._arguments.checks import flag
 
 # Handles to drain before the interpreter exits.
 _live = weakref.WeakSet()
 
 # If offset or size is not a multiple of a page, the ends may go through the page cache.
 cdef int64_t PAGE_MASK = 4095
-
-# Methods of DeepSpeed's op, for a hint if somebody looks for them here.
-_OF_THE_OP = {
-    *("wait", "pread", "pwrite", "sync_pread", "sync_pwrite", "async_pread"),
-    *("async_pwrite", "get_alignment", "new_cpu_locked_tensor", "is_pinned"),
-}
 
 # At most what a drive delivers in the time of one more I/O (bench_gather.py).
 _MAX_GAP = 4096
@@ -105,7 +95,6 @@ cdef class Handle:
     See Also
     --------
     nvmeio.default_handle : The handle that the whole process shares.
-    nvmeio.aio_handle : DeepSpeed's op, implemented with a Handle.
 
     Notes
     -----
@@ -149,16 +138,9 @@ cdef class Handle:
     """
 
     def __init__(
-        self, *args, engine=None, direct=None, bounce=None, block_size=None,
-        queue_depth=None, workers=None, check_overlap=None, **unknown
+        self, *, engine=None, direct=None, bounce=None, block_size=None,
+        queue_depth=None, workers=None, check_overlap=None
     ):
-        if args:
-            raise TypeError(
-                f"Handle() takes keyword arguments alone, not {shown(args[0])}; "
-                "block_size= and queue_depth= for instance"
-            )
-        if unknown:
-            refuse_unknown(Handle, unknown)
         if self.core is not None:
             raise ValueError("the handle is open already; make another")
         self.start(
@@ -194,7 +176,7 @@ cdef class Handle:
             self.core.stop()
 
     @classmethod
-    def from_profile(cls, path=MISSING, *, op="both", **options):
+    def from_profile(cls, path, *, op="both", **options):
         """Make a handle with the fastest settings for a device, from ``nvmeio tune``.
 
         Parameters
@@ -238,12 +220,6 @@ cdef class Handle:
         >>> nvmeio.Handle.from_profile(".").queue_depth
         32
         """
-        if path is MISSING:
-            known = inspect.signature(Handle).parameters
-            unknown = {name: None for name in options if name not in known}
-            if unknown:
-                refuse_unknown(Handle.from_profile, unknown)
-            refuse_missing(path=path)
         return cls(**profile_arguments(path, op, options, engines))
 
     # Options.
@@ -290,7 +266,7 @@ cdef class Handle:
 
     # One transfer.
 
-    def read(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
+    def read(self, buffer, file, offset=0) -> int:
         """Read part of a file into ``buffer``, and wait.
 
         Parameters
@@ -338,11 +314,9 @@ cdef class Handle:
         >>> array
         array([10, 11, 12, 13, 14, 15, 16, 17, 18, 19])
         """
-        if unknown:
-            refuse_unknown(Handle.read, unknown)
         return self.transfer(OP_READ, buffer, file, offset)
 
-    def write(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
+    def write(self, buffer, file, offset=0) -> int:
         """Write ``buffer`` to part of a file, and wait.
 
         Parameters
@@ -375,13 +349,9 @@ cdef class Handle:
         ...     handle.fsync("data.bin")
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.write, unknown)
         return self.transfer(OP_WRITE, buffer, file, offset)
 
-    def submit_read(
-        self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
-    ) -> Request:
+    def submit_read(self, buffer, file, offset=0, *, after=None) -> Request:
         """Start reading part of a file into ``buffer``.
 
         Parameters
@@ -419,13 +389,9 @@ cdef class Handle:
         ...     handle.submit_read(copy, "data.bin", after=written).wait()
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.submit_read, unknown)
-        return self.begin(OP_READ, buffer, file, offset, False, False, after)
+        return self.begin(OP_READ, buffer, file, offset, False, after)
 
-    def submit_write(
-        self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
-    ) -> Request:
+    def submit_write(self, buffer, file, offset=0, *, after=None) -> Request:
         """Start writing ``buffer`` to part of a file.
 
         Parameters
@@ -454,11 +420,9 @@ cdef class Handle:
         ...     request.wait()
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.submit_write, unknown)
-        return self.begin(OP_WRITE, buffer, file, offset, False, False, after)
+        return self.begin(OP_WRITE, buffer, file, offset, False, after)
 
-    def fsync(self, file=MISSING, *, data_only=False, **unknown) -> None:
+    def fsync(self, file, *, data_only=False) -> None:
         """Make a file durable, and wait.
 
         Parameters
@@ -489,13 +453,9 @@ cdef class Handle:
         ...     handle.fsync("data.bin")
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.fsync, unknown)
         wait_or_cancel(self.submit_fsync(file, data_only=data_only))
 
-    def submit_fsync(
-        self, file=MISSING, *, data_only=False, after=None, **unknown
-    ) -> Request:
+    def submit_fsync(self, file, *, data_only=False, after=None) -> Request:
         """Start making a file durable.
 
         Parameters
@@ -533,18 +493,16 @@ cdef class Handle:
         ...     write.done()
         True
         """
-        if unknown:
-            refuse_unknown(Handle.submit_fsync, unknown)
         cdef Request request
         cdef bint data = flag("data_only", data_only)
         self.require_open()
-        request = new_request(OP_FSYNC, None, self.files.find(file, False, False), 0, False)
+        request = new_request(OP_FSYNC, None, self.files.find(file, False, False), 0)
         request.data_only = data
         return self.launch(request, False, after)
 
     # Many transfers.
 
-    def read_many(self, items=MISSING, **unknown) -> int:
+    def read_many(self, items) -> int:
         """Read from one or several files into many buffers, and wait.
 
         Parameters
@@ -581,11 +539,9 @@ cdef class Handle:
         ...     handle.read_many([(first, "data.bin", 0), (second, "data.bin", 4000)])
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.read_many, unknown)
         return wait_or_cancel(self.begin_many(OP_READ, items, None))
 
-    def write_many(self, items=MISSING, **unknown) -> int:
+    def write_many(self, items) -> int:
         """Write many buffers to one or several files, and wait.
 
         Parameters
@@ -610,11 +566,9 @@ cdef class Handle:
         ...     handle.write_many(items)
         1500
         """
-        if unknown:
-            refuse_unknown(Handle.write_many, unknown)
         return wait_or_cancel(self.begin_many(OP_WRITE, items, None))
 
-    def submit_read_many(self, items=MISSING, *, after=None, **unknown) -> Request:
+    def submit_read_many(self, items, *, after=None) -> Request:
         """Start reading from one or several files into many buffers, as one request.
 
         Parameters
@@ -651,11 +605,9 @@ cdef class Handle:
         ...     handle.submit_read_many(items).wait()
         8000
         """
-        if unknown:
-            refuse_unknown(Handle.submit_read_many, unknown)
         return self.begin_many(OP_READ, items, after)
 
-    def submit_write_many(self, items=MISSING, *, after=None, **unknown) -> Request:
+    def submit_write_many(self, items, *, after=None) -> Request:
         """Start writing many buffers to one or several files, as one request.
 
         Parameters
@@ -682,15 +634,12 @@ cdef class Handle:
         ...     handle.submit_write_many(items).wait()
         1500
         """
-        if unknown:
-            refuse_unknown(Handle.submit_write_many, unknown)
         return self.begin_many(OP_WRITE, items, after)
 
     # Many records of one file.
 
     def gather(
-        self, file=MISSING, offsets=MISSING, sizes=MISSING, out=MISSING, *,
-        out_offsets=None, max_gap=_MAX_GAP, **unknown
+        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP
     ) -> int:
         """Read many records of a file into ``out``, and wait.
 
@@ -758,8 +707,6 @@ cdef class Handle:
         array([[100, 101, 102, 103, 104],
                [  0,   1,   2,   3,   4]])
         """
-        if unknown:
-            refuse_unknown(Handle.gather, unknown)
         return wait_or_cancel(
             self.begin_gather(
                 OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, None
@@ -767,8 +714,8 @@ cdef class Handle:
         )
 
     def submit_gather(
-        self, file=MISSING, offsets=MISSING, sizes=MISSING, out=MISSING, *,
-        out_offsets=None, max_gap=_MAX_GAP, result=None, after=None, **unknown
+        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP,
+        result=None, after=None
     ) -> Request:
         """Start reading many records of a file into ``out``.
 
@@ -803,16 +750,11 @@ cdef class Handle:
         array([[100, 101, 102],
                [  0,   1,   2]])
         """
-        if unknown:
-            refuse_unknown(Handle.submit_gather, unknown)
         return self.begin_gather(
             OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, after
         )
 
-    def scatter(
-        self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
-        buffer_offsets=None, **unknown
-    ) -> int:
+    def scatter(self, file, offsets, sizes, buffer, *, buffer_offsets=None) -> int:
         """Write many records of ``buffer`` to a file, each at its offset, and wait.
 
         Parameters
@@ -846,8 +788,6 @@ cdef class Handle:
         ...     handle.scatter("data.bin", offsets=[16, 0], sizes=8, buffer=np.arange(2))
         16
         """
-        if unknown:
-            refuse_unknown(Handle.scatter, unknown)
         return wait_or_cancel(
             self.begin_gather(
                 OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, None
@@ -855,8 +795,7 @@ cdef class Handle:
         )
 
     def submit_scatter(
-        self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
-        buffer_offsets=None, after=None, **unknown
+        self, file, offsets, sizes, buffer, *, buffer_offsets=None, after=None
     ) -> Request:
         """Start writing many records of ``buffer`` to a file, each at its offset.
 
@@ -885,8 +824,6 @@ cdef class Handle:
         ...     request.wait()
         16
         """
-        if unknown:
-            refuse_unknown(Handle.submit_scatter, unknown)
         return self.begin_gather(
             OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, after
         )
@@ -907,7 +844,7 @@ cdef class Handle:
         """Whether ``close()`` was called."""
         return not self.open
 
-    def stats(self) -> Figures:
+    def stats(self) -> dict:
         """Return the handle's counters.
 
         Returns
@@ -947,7 +884,7 @@ cdef class Handle:
         1
         """
         self.require_started()
-        return Figures(engine=self.core.engine(), **self.core.stats())
+        return {"engine": self.core.engine(), **self.core.stats()}
 
     def latencies(self) -> Latencies:
         """Return the latencies of all blocks that the handle has finished.
@@ -985,7 +922,7 @@ cdef class Handle:
         self.require_started()
         return Latencies(*self.core.latencies())
 
-    def drain(self, timeout=None, **unknown) -> None:
+    def drain(self, timeout=None) -> None:
         """Wait until nothing is in flight.
 
         Parameters
@@ -1016,8 +953,6 @@ cdef class Handle:
         ...     request.done()
         True
         """
-        if unknown:
-            refuse_unknown(Handle.drain, unknown)
         self.require_started()
         cdef int64_t end_ns = deadline_ns(timeout)
         while True:
@@ -1101,10 +1036,6 @@ cdef class Handle:
         self.open = False
         await close(self.core, self.close)
 
-    def __getattr__(self, name):
-        hint = "; nvmeio.aio_handle has it" if name in _OF_THE_OP else ""
-        raise AttributeError(f"a Handle has no attribute {name!r}{hint}")
-
     def __reduce__(self):
         self.require_started()
         # Include the attributes of a subclass.
@@ -1119,21 +1050,14 @@ cdef class Handle:
             + ("closed>" if self.closed else f"pending={self.pending}>")
         )
 
-    def _repr_html_(self):
-        """Return a table for a notebook: the options and the counters of stats()."""
-        self.require_started()
-        options = {name: getattr(self, name) for name in _DEFAULTS}
-        rows = {**options, "closed": self.closed, "pending": self.pending, **self.stats()}
-        return html_table(f"nvmeio.{type(self).__name__}", rows)
-
     # Shared by the methods above.
 
     cdef object transfer(self, nvmeio_op op, object buffer, object file, object offset):
-        return wait_or_cancel(self.begin(op, buffer, file, offset, False, True, None))
+        return wait_or_cancel(self.begin(op, buffer, file, offset, True, None))
 
     cdef Request begin(
-        self, nvmeio_op op, object buffer, object file, object offset, bint validate,
-        bint waited_for, object after
+        self, nvmeio_op op, object buffer, object file, object offset, bint waited_for,
+        object after
     ):
         cdef int64_t position = file_position("offset", offset)
         cdef Buffer held
@@ -1142,12 +1066,7 @@ cdef class Handle:
         self.require_open()
         # Acquire the memory before opening the file, because an error must not leave an
         # empty file behind.
-        try:
-            held = acquire(buffer, op == OP_READ)
-        except TypeError:
-            refuse_missing(buffer=buffer)
-            refuse_path(buffer)
-            raise
+        held = acquire(buffer, op == OP_READ)
         if position > INT64_MAX - held.nbytes:
             raise ValueError(
                 f"offset is {position} for {held.nbytes} bytes; together they must not be "
@@ -1159,9 +1078,9 @@ cdef class Handle:
         else:
             opened = self.files.find(file, op == OP_WRITE, ragged)
         if held.stage is None:
-            request = new_request(op, held, opened, position, validate)
+            request = new_request(op, held, opened, position)
         else:
-            request = new_staged(op, held, opened, position, validate)
+            request = new_staged(op, held, opened, position)
         return self.launch(request, waited_for, after)
 
     cdef Request begin_many(self, nvmeio_op op, object items, object after):
@@ -1199,11 +1118,6 @@ cdef class Handle:
         object places, object max_gap, object result, object after
     ):
         cdef GatherRequest request
-        if (
-            file is MISSING or offsets is MISSING or sizes is MISSING or memory is MISSING
-        ):
-            last = "out" if op == OP_READ else "buffer"
-            refuse_missing(file=file, offsets=offsets, sizes=sizes, **{last: memory})
         self.require_open()
         request = new_gather(op, offsets, sizes, memory, places, max_gap, result)
         # An error must not leave an empty file behind.
@@ -1241,9 +1155,6 @@ cdef class Handle:
         if self.core is None:
             raise ValueError("the handle was never opened; call its __init__() first")
         return 0
-
-
-hide_unknown(Handle)
 
 
 cdef bint _ending = False

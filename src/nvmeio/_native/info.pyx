@@ -1,7 +1,7 @@
 """Report what was built, which engines work here, and the resources of this process."""
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport nvmeio_engine_info
+from nvmeio._libnvmeio cimport c_base, c_system
+from nvmeio._libnvmeio.c_base cimport nvmeio_engine_info
 
 from nvmeio._config.build import build_record
 
@@ -30,9 +30,9 @@ def engines() -> dict:
     """
     cdef nvmeio_engine_info info
     found = {}
-    for index in range(libnvmeio.engine_count()):
+    for index in range(c_base.engine_count()):
         with nogil:
-            libnvmeio.engine_probe(index, &info)
+            c_base.engine_probe(index, &info)
         found[info.name.decode()] = {
             "built": bool(info.built),
             "works": info.error == 0,
@@ -44,7 +44,7 @@ def engines() -> dict:
 
 def version() -> str:
     """Return the version of the C library, which is that of the package."""
-    return libnvmeio.version().decode()
+    return c_base.version().decode()
 
 
 def build_info() -> dict:
@@ -73,4 +73,4 @@ def resources() -> dict[str, int]:
     control group; ``memory_bytes`` is the machine's memory or the control group's limit,
     whichever is less.
     """
-    return {"processors": libnvmeio.cpu_count(), "memory_bytes": libnvmeio.memory_bytes()}
+    return {"processors": c_system.cpu_count(), "memory_bytes": c_system.memory_bytes()}

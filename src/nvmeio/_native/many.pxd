@@ -1,4 +1,4 @@
-from nvmeio.libnvmeio cimport nvmeio_op
+from nvmeio._libnvmeio.c_base cimport nvmeio_op
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.request cimport Request
 

@@ -12,9 +12,16 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MAX, SIZE_MAX
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_file, nvmeio_handle, nvmeio_many
-from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome, nvmeio_transfer
+from nvmeio._libnvmeio cimport c_base, c_request
+from nvmeio._libnvmeio.c_base cimport OP_READ, nvmeio_op
+from nvmeio._libnvmeio.c_file cimport nvmeio_file
+from nvmeio._libnvmeio.c_request cimport (
+    nvmeio_after,
+    nvmeio_handle,
+    nvmeio_many,
+    nvmeio_outcome,
+    nvmeio_transfer,
+)
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, acquire, library_for
 from nvmeio._native.file cimport File, identity_of
@@ -24,7 +31,7 @@ from nvmeio._native.request cimport Request
 
 from nvmeio._native.copy import memcpy
 from nvmeio._native.gather import GatherError
-from nvmeio._arguments.checks import refuse_missing, refuse_path, shown
+from nvmeio._arguments.checks import shown
 
 
 @cython.no_gc_clear
@@ -63,10 +70,6 @@ cdef class ManyRequest(Request):
         try:
             held = acquire(memory, self.op == OP_READ)
         except (TypeError, ValueError) as error:
-            try:
-                refuse_path(memory)
-            except TypeError as swapped:
-                error = swapped
             raise type(error)(f"items[{index}]: {error}") from error
         if held.stage is not None:
             host = library_for(memory).host_like(memory)
@@ -111,16 +114,24 @@ cdef class ManyRequest(Request):
                 transfers[i].after.count = 0
                 # Items of one file are mostly adjacent; these share one reference.
                 file = self.files[i]
-                if held == NULL or file.c != held:
+                transfers[i].pass_file = held == NULL or file.c != held
+                if transfers[i].pass_file:
                     held = file.retain()
                 transfers[i].file = held
                 many.count += 1
+            # Before the submission, so that the request has the last reference.
+            for file in self.files:
+                if file.passing:
+                    file.close()
             with nogil:
-                result = libnvmeio.submit_many(handle, &many, &self.c, offender)
+                result = c_request.submit_many(handle, &many, &self.c, offender)
+            if result >= 0:
+                many.count = 0
         finally:
+            # What the request has not taken over.
             for i in range(<Py_ssize_t> many.count):
-                if i == 0 or transfers[i].file != transfers[i - 1].file:
-                    libnvmeio.file_release(transfers[i].file)
+                if transfers[i].pass_file:
+                    (<File> self.files[i]).let_go(transfers[i].file)
             PyMem_Free(transfers)
         self.offsets = None
         return result
@@ -209,11 +220,10 @@ cdef ManyRequest new_many(nvmeio_op op, object items):
     try:
         items = iter(items)
     except TypeError:
-        refuse_missing(items=items)
         raise TypeError(
             f"items is {shown(items)}; it must be an iterable of (buffer, file, offset)"
         ) from None
-    request.generation = libnvmeio.fork_generation()
+    request.generation = c_base.fork_generation()
     request.op = op
     request.outcome = 0
     request.buffers = []

@@ -1,6 +1,18 @@
-from nvmeio.libnvmeio cimport nvmeio_direct
+from nvmeio._libnvmeio.c_base cimport nvmeio_direct
+from nvmeio._libnvmeio.c_file cimport nvmeio_file
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
+
+
+cdef class Known:
+    """A file that was opened for a request, and may be closed by now."""
+
+    cdef nvmeio_file *c  # remembered: no reference
+    cdef object path
+    cdef str mode
+
+    cdef bint is_open(self) noexcept
+    cdef File again(self)
 
 
 cdef class OpenFiles:
@@ -8,9 +20,7 @@ cdef class OpenFiles:
 
     cdef Workers workers
     cdef nvmeio_direct direct
-    # (path, writing), or a new object for each descriptor -> a weak reference to the File
-    # that requests hold.  Not a WeakValueDictionary: an exception that a signal handler
-    # raises inside its callback would be lost, and Ctrl-C with it.
+    # (path, writing), or a new object for each descriptor -> a Known.
     cdef dict shared
     cdef unsigned generation    # fork_generation() of the process that opened them
     cdef Py_ssize_t forget_at   # at this many entries, dead references are removed
@@ -19,7 +29,7 @@ cdef class OpenFiles:
     # the page cache, which needs a second descriptor.
     cdef File find(self, object file, bint writing, bint ragged)
     cdef File find_open(self, object file, bint writing)
-    cdef int keep(self, object key, File file) except -1
+    cdef int keep(self, object key, Known known) except -1
 
 
 cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct)

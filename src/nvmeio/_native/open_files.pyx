@@ -2,20 +2,70 @@
 
 Each request checks that the path still leads to the file that is open: the file may have
 been replaced meanwhile.
+
+A request that may write takes over the reference to its file.  So the library closes the
+file before the last of these requests is done, and that one gets the error, if closing
+fails.
 """
 
 import errno
 import os
-import weakref
 
 cimport cython
 from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport nvmeio_direct, nvmeio_file
+from nvmeio._libnvmeio cimport c_base, c_file
+from nvmeio._libnvmeio.c_base cimport nvmeio_direct
+from nvmeio._libnvmeio.c_file cimport nvmeio_file_info
 from nvmeio._native.arguments cimport path_or_descriptor
 from nvmeio._native.file cimport File, open_descriptor, open_page_cache, open_path
 from nvmeio._native.workers cimport Workers
+
+
+@cython.final
+cdef class Known:
+    """A file that was opened for a request, and may be closed by now."""
+
+    def __dealloc__(self):
+        c_file.file_forget(self.c)
+
+    cdef bint is_open(self) noexcept:
+        return c_file.file_is_open(self.c)
+
+    cdef File again(self):
+        """Return the file for another request; None if it is closed or was replaced."""
+        cdef int result
+        cdef File file
+        if not self.is_open():
+            return None
+        name = os.fsencode(self.path)
+        cdef const char *c_name = name
+        with nogil:
+            result = c_file.file_is_at(self.c, c_name)
+        if result != 1 or not c_file.file_try_retain(self.c):
+            return None
+        file = File.__new__(File)
+        file.c = self.c
+        file.path = self.path
+        file.mode = self.mode
+        return pass_on(file)
+
+
+cdef Known new_known(File file):
+    cdef Known known = Known.__new__(Known)
+    known.path = file.path
+    known.mode = file.mode
+    known.c = file.c
+    c_file.file_remember(known.c)
+    return known
+
+
+cdef File pass_on(File file):
+    """Let the request take over the file, unless it cannot write."""
+    cdef nvmeio_file_info info
+    c_file.file_get_info(file.c, &info)
+    file.passing = info.writable
+    return file
 
 
 @cython.final
@@ -37,26 +87,26 @@ cdef class OpenFiles:
         if isinstance(file, File):
             return file
         path = path_or_descriptor(file)
-        if self.generation != libnvmeio.fork_generation():
-            self.generation = libnvmeio.fork_generation()
+        if self.generation != c_base.fork_generation():
+            self.generation = c_base.fork_generation()
             self.shared = {}
         # A descriptor gets a File of its own, listed so that release_some() counts it.
         key = object() if isinstance(path, int) else (path, writing)
-        known = self.shared.get(key)
-        cdef File shared = None if known is None else known()
-        if shared is None or not is_at(shared, path):
-            shared = open_patiently(self, path, writing)
-            self.keep(key, shared)
+        cdef Known known = self.shared.get(key)
+        cdef File shared = None if known is None else known.again()
+        if shared is None:
+            shared = pass_on(open_patiently(self, path, writing))
+            self.keep(key, new_known(shared))
         return shared
 
-    cdef int keep(self, object key, File file) except -1:
-        """Remember a file as long as a request holds it; drop dead entries now and then."""
+    cdef int keep(self, object key, Known known) except -1:
+        """Remember a file; drop those that are closed now and then."""
         if len(self.shared) >= self.forget_at:
-            for other, known in list(self.shared.items()):
-                if known() is None:
+            for other, old in list(self.shared.items()):
+                if not (<Known> old).is_open():
                     self.shared.pop(other, None)
             self.forget_at = 2 * len(self.shared) + 64
-        self.shared[key] = weakref.ref(file)
+        self.shared[key] = known
         return 0
 
 
@@ -65,20 +115,8 @@ cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct):
     files.workers = workers
     files.direct = direct
     files.shared = {}
-    files.generation = libnvmeio.fork_generation()
+    files.generation = c_base.fork_generation()
     return files
-
-
-cdef bint is_at(File file, object path) except -1:
-    """Return whether a path still leads to this open file."""
-    name = os.fsencode(path)
-    cdef const char *c_name = name
-    cdef nvmeio_file *c = file.retain()
-    cdef int result
-    with nogil:
-        result = libnvmeio.file_is_at(c, c_name)
-        libnvmeio.file_release(c)
-    return result == 1
 
 
 cdef File open_patiently(OpenFiles files, object file, bint writing):
@@ -114,4 +152,4 @@ cdef bint release_some(OpenFiles files) except -1:
 
 cdef Py_ssize_t count_open(OpenFiles files) except -1:
     """Count the files that are still open."""
-    return sum(known() is not None for known in list(files.shared.values()))
+    return sum((<Known> known).is_open() for known in list(files.shared.values()))

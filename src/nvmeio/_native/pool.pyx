@@ -1,8 +1,12 @@
-"""Memory of the C library's pool as Python objects, and the marks of pinned tensors.
+"""Memory of the C library's pool as Python objects, and pinned arrays and tensors of it.
 
 numpy.frombuffer() and torch.frombuffer() make arrays and tensors of it, and keep the
 PoolMemory alive as long as any view exists.
 """
+
+import sys
+
+import numpy
 
 cimport cython
 from cpython.buffer cimport (
@@ -15,12 +19,13 @@ from cpython.buffer cimport (
 from libc.errno cimport EBUSY, EINVAL, ENOMEM
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from nvmeio cimport libnvmeio
+from nvmeio._libnvmeio cimport c_base, c_pool
 from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check
-from nvmeio._arguments.checks import integer
+from nvmeio._arguments.checks import flag, integer
 from nvmeio._arguments.units import in_binary
-from nvmeio._events.notebooks import Figures
+from nvmeio._memory.registry import libraries as _libraries
+from nvmeio._memory.registry import library_of
 
 
 # A cycle collector would empty `on_free` before __dealloc__ runs.
@@ -56,9 +61,9 @@ cdef class PoolMemory:
         apply_settings()
         with nogil:
             # The pool cannot allocate 0 bytes.
-            error = libnvmeio.pool_alloc_on(node, nbytes or 1, lock, &memory, &locked)
+            error = c_pool.pool_alloc_on(node, nbytes or 1, lock, &memory, &locked)
         if error == -ENOMEM:
-            if libnvmeio.pool_has_room(nbytes or 1):
+            if c_pool.pool_has_room(nbytes or 1):
                 raise MemoryError(f"out of memory: the system has no {nbytes} bytes left")
             raise MemoryError(words_of_limit(nbytes))
         if error == -EINVAL:
@@ -67,16 +72,16 @@ cdef class PoolMemory:
         self.memory = memory
         self.nbytes = nbytes
         self.was_locked = locked
-        self.generation = libnvmeio.fork_generation()
+        self.generation = c_base.fork_generation()
 
     def __dealloc__(self):
         cdef void *memory = self.memory
         # Only the process that allocated the memory has registered it elsewhere.
-        if self.on_free is not None and self.generation == libnvmeio.fork_generation():
+        if self.on_free is not None and self.generation == c_base.fork_generation():
             self.on_free(<uintptr_t> memory)
         if memory != NULL:
             with nogil:
-                libnvmeio.pool_free(memory)
+                c_pool.pool_free(memory)
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.nbytes, False, flags)
@@ -101,7 +106,7 @@ cdef class PoolMemory:
     @property
     def locked(self) -> bool:
         """Whether the memory is locked; never in a forked child, which inherits no lock."""
-        return self.was_locked and self.generation == libnvmeio.fork_generation()
+        return self.was_locked and self.generation == c_base.fork_generation()
 
 
 cdef int node_of(object numa_node) except -2:
@@ -109,8 +114,8 @@ cdef int node_of(object numa_node) except -2:
     if numa_node is None:
         return -1
     node = integer("numa_node", numa_node)
-    if not 0 <= node <= libnvmeio.POOL_NODE_MAX:
-        raise ValueError(f"numa_node is {node}; it must be 0 to {libnvmeio.POOL_NODE_MAX}")
+    if not 0 <= node <= c_pool.POOL_NODE_MAX:
+        raise ValueError(f"numa_node is {node}; it must be 0 to {c_pool.POOL_NODE_MAX}")
     return node
 
 
@@ -128,7 +133,7 @@ cdef str words_of_limit(Py_ssize_t nbytes):
 cpdef PoolMemory new_pinned(Py_ssize_t nbytes, object numa_node=None):
     """Allocate memory that is marked as pinned, and locked if the system permits it."""
     cdef PoolMemory memory = PoolMemory(nbytes, lock=True, numa_node=numa_node)
-    check(libnvmeio.pool_set_pinned(memory.memory, True))
+    check(c_pool.pool_set_pinned(memory.memory, True))
     return memory
 
 
@@ -137,10 +142,10 @@ cpdef bint free_pinned(size_t address) except -1:
 
     Return whether the memory was marked.
     """
-    cdef int changed = libnvmeio.pool_set_pinned(<void *>address, False)
+    cdef int changed = c_pool.pool_set_pinned(<void *>address, False)
     cdef int uses
     if changed == -EBUSY:
-        uses = libnvmeio.pool_use(<void *>address, 0)
+        uses = c_pool.pool_use(<void *>address, 0)
         advice = "1 request; wait for it" if uses < 2 else f"{uses} requests; wait for them"
         raise ValueError(f"the tensor is in use by {advice} first")
     return changed == 1
@@ -148,12 +153,12 @@ cpdef bint free_pinned(size_t address) except -1:
 
 cpdef bint holds(size_t address) noexcept:
     """Return whether memory belongs to the pool, allocated or free."""
-    return libnvmeio.pool_holds(<void *>address)
+    return c_pool.pool_holds(<void *>address)
 
 
 cpdef bint is_pinned(size_t address, size_t nbytes) noexcept:
     """Return whether memory is inside a single allocation that is marked as pinned."""
-    return libnvmeio.pool_is_pinned(<void *>address, nbytes)
+    return c_pool.pool_is_pinned(<void *>address, nbytes)
 
 
 cpdef object address_of(object source):
@@ -171,7 +176,7 @@ cpdef object address_of(object source):
     return address
 
 
-def pool_stats() -> Figures:
+def pool_stats() -> dict:
     """Return the memory and the counters of this process's pool.
 
     Returns
@@ -192,10 +197,6 @@ def pool_stats() -> Figures:
             The number of allocations so far.
         ``reuses``
             How many of them used memory that was mapped before.
-        ``pools``
-            The number of pools in this process: more than 1 if other code is linked with
-            ``libnvmeio.a``, which has a pool and a limit of its own.  The other values are
-            the package's.
 
     Raises
     ------
@@ -209,10 +210,10 @@ def pool_stats() -> Figures:
     >>> nvmeio.pool_stats()["allocations"] - before
     1
     """
-    cdef libnvmeio.nvmeio_pool_stats stats
+    cdef c_pool.nvmeio_pool_stats stats
     apply_settings()
-    libnvmeio.pool_get_stats(&stats)
-    return Figures(stats)
+    c_pool.pool_get_stats(&stats)
+    return stats
 
 
 def pool_trim() -> int:
@@ -244,5 +245,55 @@ def pool_trim() -> int:
     """
     cdef uint64_t nbytes
     with nogil:
-        nbytes = libnvmeio.pool_trim()
+        nbytes = c_pool.pool_trim()
     return nbytes
+
+
+def new_locked(num_elem, example):
+    """Allocate a locked array or tensor; see ``aio_handle.new_cpu_locked_tensor``."""
+    count = integer("num_elem", num_elem)
+    if count < 0:
+        raise ValueError(f"num_elem is {count}; it must be 0 or more")
+    if not isinstance(example, numpy.ndarray):
+        library = library_of(example)
+        if library is None:
+            raise TypeError(
+                "example_tensor must be a tensor or a numpy array, not "
+                f"{type(example).__qualname__}"
+            )
+        return library.locked_tensor(count, example)
+    if example.dtype.hasobject:
+        raise TypeError(f"an array of dtype {example.dtype} holds Python objects")
+    # An empty array gets an allocation too, so that it can be freed once like any other.
+    memory = pool_memory(max(count, 1) * example.dtype.itemsize, True, None)
+    return numpy.frombuffer(memoryview(memory), dtype=example.dtype)[:count]
+
+
+def free_locked(tensor):
+    """Free a locked array or tensor; see ``aio_handle.free_cpu_locked_tensor``."""
+    library = library_of(tensor)
+    address = address_of(tensor) if library is None else library.first_address(tensor)
+    return free_pinned(address)
+
+
+def is_locked(buffer):
+    """Return whether memory is pinned; see ``aio_handle.is_pinned``."""
+    library = library_of(buffer)
+    # A view never extends beyond its allocation, so checking its first byte is enough.
+    return (
+        is_pinned(address_of(buffer), 1)
+        if library is None
+        else library.is_pinned(buffer)
+    )
+
+
+def pool_memory(nbytes, pin_memory, numa_node):
+    """Allocate memory from the """
+    if nbytes > sys.maxsize:
+        raise MemoryError(f"cannot allocate {nbytes} bytes; the limit is {sys.maxsize}")
+    if not flag("pin_memory", pin_memory):
+        return PoolMemory(nbytes, numa_node=numa_node)
+    memory = new_pinned(nbytes, numa_node=numa_node)
+    for _, library in _libraries:
+        library.announce(memory)
+    return memory

@@ -1,8 +1,13 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t
 
-from nvmeio.libnvmeio cimport nvmeio_after, nvmeio_handle, nvmeio_op, nvmeio_outcome
-from nvmeio.libnvmeio cimport nvmeio_request
+from nvmeio._libnvmeio.c_base cimport nvmeio_op
+from nvmeio._libnvmeio.c_request cimport (
+    nvmeio_after,
+    nvmeio_handle,
+    nvmeio_outcome,
+    nvmeio_request,
+)
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File
 
@@ -16,10 +21,9 @@ cdef class Request:
     cdef nvmeio_outcome c_outcome
     cdef nvmeio_op op
     cdef Buffer buffer         # the memory; None for an fsync
-    cdef File file             # kept open for validation; None once finished
+    cdef File file             # None once finished
     cdef readonly object path  # the path of the file
     cdef int64_t offset
-    cdef bint validate
     cdef bint data_only        # for an fsync: use fdatasync
     cdef bint is_copied        # the buffer is a copy of the caller's memory
     cdef readonly Py_ssize_t nbytes
@@ -34,7 +38,7 @@ cdef class Request:
     cdef bint error_seen       # somebody has looked at the error
     cdef uint32_t generation   # fork_generation() of the process that made it
     cdef readonly object _workers  # the Workers that execute it; waiters watch them
-    cdef list callbacks        # not yet called, or None; see callbacks.pyx
+    cdef list callbacks        # not yet called, or None
     cdef list before           # the Requests of `after=`; None once finished
 
     # Submit to the handle, which holds this object until handle_pop() returns it.
@@ -105,7 +109,7 @@ cdef class Request:
 
 
 cdef Request new_request(
-    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+    nvmeio_op op, Buffer buffer, File file, int64_t offset
 )
 
 # Wait for a request and finish it; if it is finished, release the memory and call back.
@@ -116,5 +120,5 @@ cpdef object wait_or_cancel(Request request)
 
 # Initialize a new object of Request or of a subclass.
 cdef Request fill_request(
-    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset
 )

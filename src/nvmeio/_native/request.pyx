@@ -2,7 +2,7 @@
 
 The library executes a transfer, while the Request holds its memory and file.  The thread
 that first observes the completion does the rest in Python: landing in strided memory,
-validation, releasing the memory.
+releasing the memory.
 """
 
 import errno
@@ -19,19 +19,23 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport SIZE_MAX, int64_t
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_handle, nvmeio_op
-from nvmeio.libnvmeio cimport nvmeio_after, nvmeio_outcome, nvmeio_request, nvmeio_transfer
+from nvmeio._libnvmeio cimport c_base, c_request
+from nvmeio._libnvmeio.c_base cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
+from nvmeio._libnvmeio.c_request cimport (
+    nvmeio_after,
+    nvmeio_handle,
+    nvmeio_outcome,
+    nvmeio_request,
+    nvmeio_transfer,
+)
 from nvmeio._native.arguments cimport deadline_ns
 from nvmeio._native.buffer cimport Buffer
-from nvmeio._native.callbacks cimport call_all, forget
-from nvmeio._native.file cimport File, check_against_file, identity_of
+from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_of, error_of_blocked
 from nvmeio._native.errors cimport raise_refused, verb_of, warn_of, words_of
 
 from nvmeio._events.caller import CALLER
 from nvmeio._memory.overlap import footprint_of
-from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
 
 cdef extern from "Python.h":
     void PyObject_GC_UnTrack(PyObject *)
@@ -85,7 +89,7 @@ cdef class Request:
         # A cycle collector may have cleared `error`, but never `words`.
         if self.words is not None and not self.error_seen:
             warn_of(self.words)
-        libnvmeio.request_release(self.c)
+        c_request.request_release(self.c)
 
     cdef int start(self, nvmeio_handle *handle) except -1:
         cdef nvmeio_after after
@@ -116,8 +120,9 @@ cdef class Request:
         fill_transfer(self, &transfer)
         transfer.after = after[0]
         with nogil:
-            result = libnvmeio.submit(handle, &transfer, &self.c)
-            libnvmeio.file_release(transfer.file)
+            result = c_request.submit(handle, &transfer, &self.c)
+        if result < 0:
+            self.file.take_back(transfer.file)
         return result
 
     cdef int raise_refusal(self, int result, size_t offender) except -1:
@@ -128,8 +133,9 @@ cdef class Request:
         cdef int result
         fill_transfer(self, &transfer)
         with nogil:
-            result = libnvmeio.perform(handle, &transfer, &self.c_outcome)
-            libnvmeio.file_release(transfer.file)
+            result = c_request.perform(handle, &transfer, &self.c_outcome)
+        if result <= 0:
+            self.file.take_back(transfer.file)
         if result < 0:
             self.finished = True
             self.raise_refusal(result, SIZE_MAX)
@@ -161,7 +167,7 @@ cdef class Request:
             if not one.finished or one.error is None:
                 continue
             if one.c != NULL:
-                libnvmeio.request_outcome(one.c, &outcome)
+                c_request.request_outcome(one.c, &outcome)
                 if outcome.result < 0:
                     continue
             error = one.error
@@ -181,7 +187,7 @@ cdef class Request:
         cdef Request before
         interruption = None
         if not self.performed:
-            check(libnvmeio.request_outcome(self.c, &outcome), self.path)
+            check(c_request.request_outcome(self.c, &outcome), self.path)
         error = None
         if outcome.result < 0 and outcome.blocker == SIZE_MAX:
             error = self.judge(&outcome)
@@ -228,17 +234,13 @@ cdef class Request:
     cdef object settle(self, object error):
         if self.buffer is None:
             return error
-        if error is None and self.validate:
-            error = check_against_file(
-                self.op, self.file, self.buffer.address, self.nbytes, self.offset, self.path
-            )
         # A failed read may have changed part of the caller's memory: autograd must know.
         if self.op == OP_READ and (error is None or self.buffer.is_in_place()):
             self.buffer.land()
         return error
 
     cdef bint lands_by_itself(self) noexcept:
-        return not self.validate and (self.op != OP_READ or self.lies_in_place())
+        return self.op != OP_READ or self.lies_in_place()
 
     cdef list parts(self):
         if self.buffer is None:
@@ -277,7 +279,7 @@ cdef class Request:
             return False
         if self.c != NULL:
             with nogil:
-                result = libnvmeio.request_wait(self.c, timeout_ns)
+                result = c_request.request_wait(self.c, timeout_ns)
         elif not self.performed:
             raise ValueError("the request was never submitted")
         if result < 0:
@@ -298,7 +300,7 @@ cdef class Request:
     cdef int check_process(self) except -1:
         # Even if it was done before the fork: a thread of the parent, which the child does
         # not have, may have held the lock.
-        if self.generation != libnvmeio.fork_generation():
+        if self.generation != c_base.fork_generation():
             raise OSError(
                 errno.EOWNERDEAD,
                 "the request was submitted before a fork(); only the parent has it",
@@ -326,7 +328,7 @@ cdef class Request:
             if left == 0:
                 return False
 
-    def wait(self, timeout=None, **unknown):
+    def wait(self, timeout=None):
         """Wait until the transfer is done.
 
         Parameters
@@ -365,8 +367,6 @@ cdef class Request:
         ...     request.wait(timeout=60)
         8000
         """
-        if unknown:
-            refuse_unknown(Request.wait, unknown)
         if not self.poll_for(timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
         self.error_seen = True
@@ -374,7 +374,7 @@ cdef class Request:
             raise self.error
         return self.outcome
 
-    def result(self, timeout=None, **unknown):
+    def result(self, timeout=None):
         """Wait until the transfer is done: ``wait`` by the name that futures use.
 
         Parameters
@@ -393,9 +393,9 @@ cdef class Request:
         ...     handle.submit_write(np.arange(1000), "data.bin").result()
         8000
         """
-        return self.wait(timeout, **unknown)
+        return self.wait(timeout)
 
-    def exception(self, timeout=None, **unknown):
+    def exception(self, timeout=None):
         """Wait until the transfer is done, and return its error.
 
         Parameters
@@ -423,8 +423,6 @@ cdef class Request:
         >>> error.strerror
         'read past the end of the file: wanted 8000 bytes at offset 0, got 80'
         """
-        if unknown:
-            refuse_unknown(Request.exception, unknown)
         if not self.poll_for(timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
         self.error_seen = True
@@ -483,7 +481,7 @@ cdef class Request:
         if self.finished or self.c == NULL:
             return False
         with nogil:
-            dropped = libnvmeio.request_cancel(self.c)
+            dropped = c_request.request_cancel(self.c)
         return dropped == 1
 
     def add_done_callback(self, fn) -> None:
@@ -555,7 +553,7 @@ cdef class Request:
         """Return whether it no longer touches memory or file, without finishing it."""
         if self.finished:
             return True
-        return self.c != NULL and self.lands_by_itself() and libnvmeio.request_done(self.c)
+        return self.c != NULL and self.lands_by_itself() and c_request.request_done(self.c)
 
     def _footprint(self):
         """Return the bytes that it touches; see overlap.py."""
@@ -648,9 +646,6 @@ cdef class Request:
         return f"{verb_of(self.op)} {self.nbytes} bytes at offset {self.offset}"
 
 
-hide_unknown(Request)
-
-
 cdef int refuse_asyncio(object fn) except -1:
     """Raise TypeError for a callback of asyncio.wait(), which only its loop may call."""
     if getattr(fn, "__module__", None) == "asyncio.tasks":
@@ -687,22 +682,21 @@ cpdef object wait_or_cancel(Request request):
 
 
 cdef Request new_request(
-    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+    nvmeio_op op, Buffer buffer, File file, int64_t offset
 ):
-    return fill_request(Request.__new__(Request), op, buffer, file, offset, validate)
+    return fill_request(Request.__new__(Request), op, buffer, file, offset)
 
 
 cdef Request fill_request(
-    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset
 ):
     """Fill in a request that was just made."""
-    request.generation = libnvmeio.fork_generation()
+    request.generation = c_base.fork_generation()
     request.op = op
     request.buffer = buffer
     request.file = file
     request.path = file.path
     request.offset = offset
-    request.validate = validate
     request.nbytes = 0 if buffer is None else buffer.nbytes
     request.outcome = 0
     return request
@@ -736,8 +730,8 @@ cdef object cause_of(Request request, size_t blocker):
     cdef nvmeio_outcome outcome
     cdef list chain = [before]
     # A loop, not a recursion, because the chain may be long.
-    while not before.finished and before.c != NULL and libnvmeio.request_done(before.c):
-        libnvmeio.request_outcome(before.c, &outcome)
+    while not before.finished and before.c != NULL and c_request.request_done(before.c):
+        c_request.request_outcome(before.c, &outcome)
         if outcome.blocker == SIZE_MAX:
             break
         before = before.before[outcome.blocker]
@@ -786,15 +780,50 @@ cdef list predecessors(object after, object workers):
 
 
 cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
-    """Fill in the library's description of the transfer, with a reference to the file."""
+    """Fill in the library's description of the transfer, which takes over a reference."""
     transfer.op = request.op
-    transfer.file = request.file.retain()
+    transfer.file = request.file.lend()
+    transfer.pass_file = True
     transfer.address = NULL if request.buffer is None else request.buffer.address
     transfer.size = request.nbytes
     transfer.offset = request.offset
     transfer.data_only = request.data_only
     transfer.user = <void *> request
     transfer.after.count = 0
+    return 0
+
+
+cdef int call_all(list callbacks, object argument) except -1:
+    """Call callbacks in order, each once, and empty the list.
+
+    An Exception is logged; any other BaseException is raised once all were called.  The
+    list needs no lock: a thread pops a callback before it calls it.
+    """
+    interruption = None
+    while callbacks:
+        try:
+            fn = callbacks.pop(0)
+        except IndexError:
+            # Another thread took the last one.
+            break
+        try:
+            fn(argument)
+        except Exception:
+            _log.exception("a callback of %r has failed", argument)
+        except BaseException as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
+    return 0
+
+
+cdef int forget(list callbacks, object fn) except -1:
+    """Remove a callback from the list, if it is still there."""
+    try:
+        callbacks.remove(fn)
+    except ValueError:
+        # It was called already, or a thread is about to call it.
+        pass
     return 0
 
 

@@ -1,15 +1,22 @@
 """Apply the environment's settings to this process: the copy kernel and the pool's limits.
 
 The C library does not read the environment.  The settings are applied once, on first need.
+LIMITS has the limits of a handle's options, which the C library defines.
 """
 
 import errno
 import os
-import warnings
 
 from libc.stdint cimport uint64_t
 
-from nvmeio cimport libnvmeio
+from nvmeio._libnvmeio cimport c_base, c_copy, c_pool
+
+# The largest value of each number; the smallest is 1.
+LIMITS = {
+    "block_size": c_base.BLOCK_BYTES_MAX,
+    "queue_depth": c_base.QUEUE_DEPTH_MAX,
+    "workers": c_base.WORKERS_MAX,
+}
 
 cdef dict _factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -25,23 +32,7 @@ cdef int apply_settings() except -1:
         set_pool(
             os.environ.get("NVMEIO_POOL_BYTES"), os.environ.get("NVMEIO_POOL_HUGETLB")
         )
-        warn_of_copies()
         _applied = True
-    return 0
-
-
-cdef int warn_of_copies() except -1:
-    """Warn if other code in this process is linked with libnvmeio.a, a second copy."""
-    cdef libnvmeio.nvmeio_pool_stats stats
-    libnvmeio.pool_get_stats(&stats)
-    if stats.pools > 1:
-        warnings.warn(
-            f"this process has {stats.pools} copies of libnvmeio, each with a pool and a "
-            "limit of its own: link what runs inside of Python with libnvmeio.so, not with "
-            "libnvmeio.a",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     return 0
 
 
@@ -59,10 +50,10 @@ cdef int threads_of(str text) except -1:
 cdef int set_pool(str limit, str hugetlb) except -1:
     """Set the pool's limit, and whether it takes memory from hugetlb pages."""
     if limit:
-        libnvmeio.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
+        c_pool.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
     if hugetlb and hugetlb not in ("0", "1"):
         raise ValueError(f"NVMEIO_POOL_HUGETLB is {hugetlb!r}; it must be 0 or 1")
-    libnvmeio.pool_set_hugetlb(hugetlb == "1")
+    c_pool.pool_set_hugetlb(hugetlb == "1")
     return 0
 
 
@@ -82,7 +73,7 @@ cdef uint64_t size_of(str variable, str text) except 0:
 cdef int select_kernel(str name) except -1:
     """Select the kernel for all copies; raise ValueError if it is unknown or unusable."""
     cdef bytes encoded = name.encode()
-    cdef int error = libnvmeio.copy_select(encoded)
+    cdef int error = c_copy.copy_select(encoded)
     if error == 0:
         return 0
     known = {**kernels(), "auto": True}
@@ -98,12 +89,12 @@ cpdef dict kernels():
     """Return the names of the copy kernels, each with whether this processor can run it."""
     cdef int works = 0
     cdef unsigned index = 0
-    cdef const char *name = libnvmeio.copy_kernel_at(index, &works)
+    cdef const char *name = c_copy.copy_kernel_at(index, &works)
     found = {}
     while name != NULL:
         found[name.decode()] = works != 0
         index += 1
-        name = libnvmeio.copy_kernel_at(index, &works)
+        name = c_copy.copy_kernel_at(index, &works)
     return found
 
 
@@ -111,5 +102,5 @@ cpdef list selected_kernels():
     """Return the names of two kernels: the one for small copies and the one for large."""
     cdef const char *small
     cdef const char *large
-    libnvmeio.copy_selected(&small, &large)
+    c_copy.copy_selected(&small, &large)
     return [small.decode(), large.decode()]

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 cimport cython
 from libc.stdint cimport int64_t
 
-from nvmeio.libnvmeio cimport OP_READ, OP_WRITE, fork_generation, nvmeio_handle
-from nvmeio.libnvmeio cimport nvmeio_op
+from nvmeio._libnvmeio.c_base cimport OP_READ, OP_WRITE, fork_generation, nvmeio_op
+from nvmeio._libnvmeio.c_request cimport nvmeio_handle
 from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
@@ -27,6 +27,7 @@ cdef class StagedRequest(Request):
     cdef list begun             # a Request for each piece that was started
     cdef Py_ssize_t done_count  # how many of them are done and delivered
     cdef bint cancelled
+    cdef bint closes_file       # the handle opened the file for this request
 
     cdef int come_after(self, object after, object workers) except -1:
         if after is not None:
@@ -117,7 +118,6 @@ cdef class StagedRequest(Request):
             acquire(memory, self.op == OP_READ),
             self.file,
             self.offset + <int64_t> stage.pieces[index][0],
-            self.validate,
         )
         part._workers = self._workers
         part.start((<Workers> self._workers).c)
@@ -130,6 +130,11 @@ cdef class StagedRequest(Request):
         for part in self.begun:
             part.poll(-1)
             part.error_seen = True
+        if self.closes_file:
+            try:
+                self.file.close()
+            except OSError as second:
+                error = error or second
         if error is None and self.outcome < self.nbytes:
             error = CancelledError(f"the transfer of {self.path!r} was cancelled")
         if error is None and self.op == OP_READ:
@@ -151,9 +156,11 @@ cdef class StagedRequest(Request):
 
 
 cdef Request new_staged(
-    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+    nvmeio_op op, Buffer buffer, File file, int64_t offset
 ):
     cdef StagedRequest request = StagedRequest.__new__(StagedRequest)
-    fill_request(request, op, buffer, file, offset, validate)
+    fill_request(request, op, buffer, file, offset)
+    # Not its pieces, because more of them may follow.
+    request.closes_file, file.passing = file.passing, False
     request.begun = []
     return request

@@ -1,6 +1,6 @@
 from libc.stdint cimport int64_t
 
-from nvmeio.libnvmeio cimport nvmeio_handle
+from nvmeio._libnvmeio.c_request cimport nvmeio_handle
 
 
 cdef class Workers:

@@ -14,9 +14,9 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF
 from libc.stdint cimport int64_t, uint64_t
 
-from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER, LATENCY_BUCKETS
-from nvmeio.libnvmeio cimport nvmeio_config, nvmeio_stats
+from nvmeio._libnvmeio cimport c_base, c_handle
+from nvmeio._libnvmeio.c_base cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER
+from nvmeio._libnvmeio.c_handle cimport LATENCY_BUCKETS, nvmeio_config, nvmeio_stats
 from nvmeio._native.request cimport Request
 from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check, raise_saying, reason_of
@@ -52,16 +52,16 @@ cdef class Workers:
     def __cinit__(self):
         self.staged = set()
         self.event_loops = set()
-        self.generation = libnvmeio.fork_generation()
+        self.generation = c_base.fork_generation()
 
     def __dealloc__(self):
         if self.c != NULL:
             with nogil:
-                libnvmeio.handle_close(self.c)
+                c_handle.handle_close(self.c)
 
     cdef int own(self) except -1:
-        if self.generation != libnvmeio.fork_generation():
-            self.generation = libnvmeio.fork_generation()
+        if self.generation != c_base.fork_generation():
+            self.generation = c_base.fork_generation()
             self.staged = set()
             if self.event_loops is not None:
                 self.event_loops = set()
@@ -72,7 +72,7 @@ cdef class Workers:
         cdef unsigned count = 64, i
         cdef Request request
         self.own()
-        count = libnvmeio.handle_pop(self.c, users, 64)
+        count = c_handle.handle_pop(self.c, users, 64)
         if count == 0 and not self.staged:
             return 0
         found = []
@@ -82,7 +82,7 @@ cdef class Workers:
                 # Drop the reference that Request.start() took.
                 Py_DECREF(request)
                 found.append(request)
-            count = libnvmeio.handle_pop(self.c, users, 64) if count == 64 else 0
+            count = c_handle.handle_pop(self.c, users, 64) if count == 64 else 0
         # There may be no other reference: finish them even if Ctrl-C interrupts.
         finish_all(found)
         # Iterate over a copy, because other threads may add to the set.
@@ -110,7 +110,7 @@ cdef class Workers:
                 )
             else:
                 with nogil:
-                    result = libnvmeio.handle_drain(self.c, left)
+                    result = c_handle.handle_drain(self.c, left)
             PyErr_CheckSignals()
             if not staged and result == 0:
                 return True
@@ -119,7 +119,7 @@ cdef class Workers:
 
     cdef int pause(self) except -1:
         with nogil:
-            libnvmeio.handle_drain(self.c, PAUSE_NS)
+            c_handle.handle_drain(self.c, PAUSE_NS)
         PyErr_CheckSignals()
         return 0
 
@@ -129,7 +129,7 @@ cdef class Workers:
             finish_all(list(self.staged))
         finally:
             with nogil:
-                libnvmeio.handle_stop(self.c)
+                c_handle.handle_stop(self.c)
             loops, self.event_loops = self.event_loops, None
             try:
                 self.collect()
@@ -145,7 +145,7 @@ cdef class Workers:
     def watch(self, int fd):
         cdef int result
         with nogil:
-            result = libnvmeio.handle_watch(self.c, fd)
+            result = c_handle.handle_watch(self.c, fd)
         check(result)
 
     def is_idle(self):
@@ -153,26 +153,26 @@ cdef class Workers:
 
     def unwatch(self, int fd):
         with nogil:
-            libnvmeio.handle_unwatch(self.c, fd)
+            c_handle.handle_unwatch(self.c, fd)
 
     cdef unsigned pending(self) except *:
-        return libnvmeio.handle_pending(self.c)
+        return c_handle.handle_pending(self.c)
 
     cdef str engine(self):
-        return libnvmeio.handle_engine(self.c).decode()
+        return c_handle.handle_engine(self.c).decode()
 
     cdef dict stats(self):
         cdef nvmeio_stats stats
-        libnvmeio.handle_stats(self.c, &stats)
+        c_handle.handle_stats(self.c, &stats)
         return stats
 
     cdef tuple latencies(self):
         cdef uint64_t counts[LATENCY_BUCKETS]
         cdef int64_t bounds_ns[LATENCY_BUCKETS]
         cdef int bucket
-        libnvmeio.handle_latencies(self.c, counts)
+        c_handle.handle_latencies(self.c, counts)
         for bucket in range(LATENCY_BUCKETS):
-            bounds_ns[bucket] = libnvmeio.latency_ns(bucket)
+            bounds_ns[bucket] = c_handle.latency_ns(bucket)
         return (
             numpy.frombuffer((<char *> counts)[:sizeof(counts)], numpy.uint64),
             numpy.frombuffer((<char *> bounds_ns)[:sizeof(bounds_ns)], numpy.int64),
@@ -217,10 +217,10 @@ cdef Workers start_workers(dict options):
     config.bounce = _bounces[options["bounce"]]
     config.engine = name
     with nogil:
-        result = libnvmeio.handle_open(&config, &workers.c)
+        result = c_handle.handle_open(&config, &workers.c)
     if result < 0:
         raise_unusable(engine, result)
-    fallback = libnvmeio.handle_fallback(workers.c).decode()
+    fallback = c_handle.handle_fallback(workers.c).decode()
     if fallback and fallback not in _logged:
         _logged.add(fallback)
         _log.warning(

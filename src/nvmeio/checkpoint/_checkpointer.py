@@ -13,7 +13,6 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
 from nvmeio._arguments.checks import flag, integer, path_of, whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
@@ -264,7 +263,6 @@ class Checkpointer:
     >>> checkpointer.close()
     """
 
-    @suggesting
     def __init__(
         self,
         root: Path,
@@ -333,7 +331,6 @@ class Checkpointer:
             finally:
                 self._within = False
 
-    @suggesting
     def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
         """Save a state, and return when it is on the device.
 
@@ -390,7 +387,6 @@ class Checkpointer:
 
     # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
     # check for None.
-    @suggesting
     def save_async(
         self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
     ) -> SaveFuture | Any:
@@ -493,7 +489,7 @@ class Checkpointer:
         self._begun = True
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved but not copied to {self.drain_to}: {failed}"
-            warnings.warn(words, RuntimeWarning, stacklevel=4)
+            warnings.warn(words, RuntimeWarning, stacklevel=3)
         newest = next(self._complete(copied), None)
         if newest is not None and newest > step:
             warnings.warn(
@@ -501,7 +497,7 @@ class Checkpointer:
                 f"newer step, and {step} is pruned first; call remove({newest}) if it is "
                 "obsolete",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
@@ -560,7 +556,6 @@ class Checkpointer:
     def _folder(self, step: int) -> str:
         return str(self.root / f"step-{step}")
 
-    @suggesting
     def restore(
         self,
         step: int | None = None,
@@ -638,7 +633,6 @@ class Checkpointer:
         self.restored, found = self._of_step(step, read)
         return found
 
-    @suggesting
     def metadata(self, step: int | None = None) -> Any:
         """Return the metadata that was saved with a state.
 
@@ -692,7 +686,7 @@ class Checkpointer:
                     raise
                 if each not in passed_over:
                     words = f"step {each} is skipped: {error}"
-                    warnings.warn(words, RuntimeWarning, stacklevel=4)
+                    warnings.warn(words, RuntimeWarning, stacklevel=3)
                 passed_over.setdefault(each, str(error))
         if passed_over:
             # A caller that begins anew on FileNotFoundError must not do so here.
@@ -725,7 +719,7 @@ class Checkpointer:
                 raise _with(error, f"its copy in {self.drain_to}: {other}") from other
             if not isinstance(error, GoneError):
                 words = f"step {step} is read from its copy in {self.drain_to}: {error}"
-                warnings.warn(words, RuntimeWarning, stacklevel=5)
+                warnings.warn(words, RuntimeWarning, stacklevel=4)
             return found
 
     def _read(self, step: int, read: Any) -> Any:
@@ -858,7 +852,6 @@ class Checkpointer:
             return False
         return True
 
-    @suggesting
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
         """Read all bytes of a step, and compare them with their checksums.
 
@@ -904,7 +897,6 @@ class Checkpointer:
             raise self._missing(step) from None
         self._damaged.pop(step, None)
 
-    @suggesting
     def remove(self, step: int) -> None:
         """Remove a step, complete or not, and its copy in `drain_to`.
 

@@ -16,7 +16,6 @@ from concurrent.futures import CancelledError, Future
 import crc32c
 
 from nvmeio._arguments.checks import path_of, shown, whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import absolute
@@ -53,7 +52,6 @@ _FINAL = (
 _LAST = (".metadata",)
 
 
-@suggesting
 def drain(
     source: Path,
     target: Path,

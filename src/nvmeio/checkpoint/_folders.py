@@ -13,7 +13,6 @@ import stat
 from collections.abc import Callable, Iterator
 
 from nvmeio._arguments.checks import flag, path_of, whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, close_quietly, opened
 from nvmeio._files.folders import sync_file, sync_folder
@@ -21,7 +20,7 @@ from nvmeio._files.locks import in_child_close
 from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
 from nvmeio._native.file import File
-from nvmeio._native.rename import exchange, rename_to_new
+from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio.safetensors._writing import reserve as reserve_file
 
 __all__ = [
@@ -46,7 +45,6 @@ _SIZE_MAX = (1 << 63) - 1
 
 
 @contextlib.contextmanager
-@suggesting
 def atomic_directory(
     path: Path, *, replace: bool = False, reserve: int | None = None, sync: bool = True
 ) -> Iterator[pathlib.Path]:
@@ -271,7 +269,6 @@ def discard(folder: str) -> None:
         _log.warning("an obsolete folder was not removed: %s", error)
 
 
-@suggesting
 def cleanup(folder: Path) -> list[str]:
     """Remove the unfinished folders of processes that died.
 

@@ -223,6 +223,8 @@ class _FolderWriter:
 
     def finish(self) -> None:
         default_handle().fsync(self.file)
+        # If this fails, bytes may be missing.
+        self.file.close()
 
     def read(self) -> Iterator[Bytes]:
         with File(self.unnamed) as file:

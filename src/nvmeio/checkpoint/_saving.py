@@ -119,6 +119,8 @@ class Plan:
                 else:
                     _write_image(handle, file, self.image, seen_or_stopped)
                 handle.fsync(file)
+                # If this fails, bytes may be missing.
+                file.close()
         return Record(self.total, None if seen is None else seen.sums())
 
     def _write_text(self, folder: Unfinished, name: str, text: bytes) -> Record:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nvmeio._events.notebooks import Figures
 from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio.checkpoint._errors import CheckpointError
 
@@ -89,8 +88,6 @@ class _Encoder:
             return node
         if isinstance(value, np.generic) and value.dtype.kind not in "OV":
             return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-        if kind is Figures:
-            kind, value = dict, dict(value)
         if kind in (list, tuple, *_DICTS) or kind is self.size:
             return self._nested(value, kind, path)
         if isinstance(value, DeferredState):

@@ -216,7 +216,7 @@ def _changes(
     """Check everything, then yield owner, name and new value of each attribute."""
     # This package itself, which is imported by now.
     pinned = sys.modules[__package__]
-    op = importlib.import_module("nvmeio") if errors == "raise" else pinned
+    op = sys.modules["nvmeio"] if errors == "raise" else pinned
     # DeepSpeed before 0.19 and some accelerators have no PinMemoryBuilder.
     found = {
         "async_io": (op, _classes(builders, "AsyncIOBuilder", "async_io")),

@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, ParamSpec
 
-from nvmeio import files
 from nvmeio._arguments.checks import integer
-from nvmeio._arguments.keywords import suggesting
-from nvmeio._native import aio_handle as op
+from nvmeio.deepspeed import _op
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
 
@@ -20,7 +18,7 @@ _thread = threading.local()
 P = ParamSpec("P")
 
 
-class aio_handle(op.aio_handle):
+class aio_handle(_op.aio_handle):
     """``nvmeio.aio_handle``, but with -1 for errors, as in DeepSpeed's op.
 
     Parameters
@@ -79,7 +77,6 @@ class aio_handle(op.aio_handle):
     'missing.bin'
     """
 
-    @suggesting
     def __init__(
         self,
         block_size: int = 1048576,
@@ -178,5 +175,5 @@ Examples
 -1
 """
 
-aio_read = _with_status(files.aio_read)
-aio_write = _with_status(files.aio_write)
+aio_read = _with_status(_op.aio_read)
+aio_write = _with_status(_op.aio_write)

@@ -4,7 +4,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import whole
 from nvmeio._native import pool
-from nvmeio._native.locked import free_locked, is_locked, new_locked
+from nvmeio._native.pool import free_locked, is_locked, new_locked
 
 __all__ = ["pin_handle"]
 

@@ -14,9 +14,9 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
-from nvmeio._native.page_cache import cached_fraction
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
+from nvmeio._native.system_calls import cached_fraction
 from nvmeio.default import default_handle
 
 __all__ = ["Progress", "Read", "Records", "abandon", "begin", "finish", "handle_for"]

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from nvmeio._arguments.checks import flag, integer, shown
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
 from nvmeio.files import replace_file
@@ -42,7 +41,6 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-@suggesting
 def load_sharded(
     folder_or_index: str | os.PathLike[str],
     *,
@@ -251,7 +249,6 @@ def _is_within(place: str) -> bool:
     return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
 
 
-@suggesting
 def save_sharded(
     tensors: Mapping[str, Any],
     folder: str | os.PathLike[str],

@@ -24,7 +24,7 @@ from nvmeio.torch.data import (
 )
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
-from nvmeio.torch.serialization import load, open_stream, save
+from nvmeio.torch.serialization import load, save
 
 __all__ = [
     "ArrayDataset",
@@ -39,7 +39,6 @@ __all__ = [
     "empty_like",
     "load",
     "offload",
-    "open_stream",
     "save",
     "save_on_disk",
 ]

@@ -12,7 +12,7 @@ import torch
 from nvmeio._memory.registry import Export
 from nvmeio._memory.strides import check_sizes, may_overlap
 from nvmeio._native import pool
-from nvmeio._native.locked import pool_memory
+from nvmeio._native.pool import pool_memory
 from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor
 from nvmeio.torch._pool import announce, tensor_in

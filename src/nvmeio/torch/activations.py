@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nvmeio._arguments.checks import path_of
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio.torch._bits import opaque
@@ -38,7 +37,6 @@ _DENSE_RATIO, _GAPS_RATIO = 2, 8
 _ALIGNMENT = 64
 
 
-@suggesting
 def save_on_disk(
     folder: Path, *, min_bytes: int | str = "1MiB", memory: int | str = "1GiB"
 ) -> contextlib.AbstractContextManager[None]:

@@ -5,14 +5,12 @@ import math
 import torch
 
 from nvmeio._arguments.checks import extents_of
-from nvmeio._arguments.keywords import suggesting
-from nvmeio._native.locked import pool_memory
+from nvmeio._native.pool import pool_memory
 from nvmeio.torch._pool import tensor_in
 
 __all__ = ["empty", "empty_like"]
 
 
-@suggesting
 def empty(
     *size: int | torch.Size | tuple[int, ...] | list[int],
     dtype: torch.dtype | None = None,
@@ -80,7 +78,6 @@ def _checked_dtype(dtype: object) -> torch.dtype:
     return dtype
 
 
-@suggesting
 def empty_like(
     tensor: torch.Tensor,
     *,

@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio._memory.deferred import Deferred, DeferredState
@@ -44,7 +43,6 @@ FREED_BYTES = 16 << 20
 State = dict[str, Any]
 
 
-@suggesting
 def offload(
     optimizer: Optimizer, folder: Path, *, memory: int | str = "1GiB"
 ) -> "OffloadedOptimizer":
@@ -92,10 +90,9 @@ def offload(
     gradients stay in memory.
 
     The files are temporary.  They are removed when the optimizer is closed or garbage
-    collected, or Python exits; two small ones stay, ``.nvmeio-offload-lock`` and
-    ``.nvmeio-offload-step``.  If the process is killed, all stay until the next
-    ``offload()`` to the same folder.  To keep the states, save ``state_dict()`` or
-    ``state_items()``.
+    collected, or Python exits; only the small ``.nvmeio-offload-lock`` stays.  If the
+    process is killed, all stay until the next ``offload()`` to the same folder.  To keep
+    the states, save ``state_dict()`` or ``state_items()``.
 
     Examples
     --------
@@ -310,16 +307,15 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             self._unsplit = before
             raise
         self._steps += 1
-        words = f"step {self._steps}"
         updated = 0
 
         def update(window: Window, view: View) -> None:
             nonlocal updated
             if not updated:
-                self._store.begin(words)
+                self._store.require_lock()
             # From here on, an error leaves the step half done.
             updated += 1
-            self._failed = f"{words} has failed half-way"
+            self._failed = f"step {self._steps} has failed half-way"
             self._changes += 1
             self._update(window, view, active)
 
@@ -330,7 +326,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         ]
         self._store.walk(windows, lambda piece: piece.param in active, update)
         self._failed = ""
-        self._store.end()
         # A scheduler that was made with the inner optimizer checks this.
         self.inner._opt_called = True
         return loss
@@ -559,18 +554,10 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     def _take_states(self) -> None:
         """Move the existing states of the inner optimizer to the files."""
-        begun = type(self.inner) is not torch.optim.Adagrad and bool(self.inner.state)
-        if (left := self._store.left_unfinished()) and not begun:
-            self._failed = (
-                f"{left} was interrupted half-way (to start from the beginning, remove "
-                f"{self._store.unfinished} and call offload() again)"
-            )
         self._others = dict(self.inner.state)
         self._plan()
         # An error before this line leaves the optimizer unchanged.
         self.inner.state.clear()
-        if left and begun:
-            self._store.end()
 
     def _put(self, states: Iterable[tuple[torch.Tensor, State]]) -> None:
         """Write the states of parameters to the files."""
@@ -712,9 +699,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             for _ in group["params"]
         ]
         by_id = {each: index for index, each in enumerate(ids)}
-        words = "load_state_dict()"
-        self._failed = f"{words} has failed half-way"
-        self._store.begin(words)
+        self._store.require_lock()
+        self._failed = "load_state_dict() has failed half-way"
         self._changes += 1
         self._records.clear()
         self._others = {}
@@ -734,7 +720,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
         self._put(states())
         self._failed = ""
-        self._store.end()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -8,23 +8,20 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nvmeio._arguments.checks import flag, integer, path_of, shown
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.archives import bytes_of
+from nvmeio._files.descriptors import cut
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
-from nvmeio.files import cut, new_contents
+from nvmeio.files import new_contents
 from nvmeio.torch._saving import saving_with
 
-if TYPE_CHECKING:
-    from nvmeio._native.file import _Mode
-
-__all__ = ["load", "open_stream", "save"]
+__all__ = ["load", "save"]
 
 # torch.save calls write() three times for each tensor.  Without a buffer, saving 10,000
 # tensors of 4 KiB took a fifth longer (2 cores, ext4, 2026-11-25).  torch.load is no faster
@@ -37,7 +34,6 @@ _HEADER_BYTES_MAX = _ALIGNMENT_MAX + (1 << 17)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
 
-@suggesting
 def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = True) -> None:
     """Save an object in the format of torch.save; the file is replaced atomically.
 
@@ -150,7 +146,6 @@ def naming_file(file: File) -> Iterator[None]:
         raise
 
 
-@suggesting
 def load(
     path: Path,
     *,
@@ -223,43 +218,6 @@ def load(
                     return _read(file, picked, tensors, spans, out)
         found = _loaded(file, **options)
         return _delivered(_picked(found, chosen), out)
-
-
-@suggesting
-def open_stream(
-    path: Path, mode: "_Mode" = "r", *, direct: bool | Literal["auto"] = "auto"
-) -> File:
-    """Open a file object for functions that need one, such as torch.save and np.save.
-
-    Parameters
-    ----------
-    path, mode, direct
-        As for ``nvmeio.File``.
-
-    Returns
-    -------
-    File
-        The open file.
-
-    Raises
-    ------
-    OSError, TypeError, ValueError
-        As ``nvmeio.File``.
-
-    See Also
-    --------
-    nvmeio.torch.save : Write a file of torch atomically, and durably.
-
-    Examples
-    --------
-    >>> import torch
-    >>> with nvmeio.torch.open_stream("model.pt", "w") as stream:
-    ...     torch.save({"bias": torch.zeros(3)}, stream)
-    >>> with nvmeio.torch.open_stream("model.pt") as stream:
-    ...     torch.load(stream)["bias"]
-    tensor([0., 0., 0.])
-    """
-    return File(path, mode, direct=direct)
 
 
 def _reopened(file: File) -> str:

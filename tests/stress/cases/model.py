@@ -121,6 +121,8 @@ class Model(FileModel):
         transfer = Transfer("fsync", (), step.word, step.file, (), race=True)
         named = self.files[step.file]
         flight = InFlight(transfer, named, None, world.regimes(), world.regime)
+        flight.lost = self.lost
+        flight.doomed = bool(self.lost) and step.file == "File"
         flight.earlier = [
             other for other in self.in_flight if other.writes and other.request is not None
         ]
@@ -170,6 +172,8 @@ class Model(FileModel):
         file = first or nvmeio.File(self.path, "r+", direct=mode)
         self.stack.enter_context(file)
         self.files = {"path": self.path, "fd": fd, "File": file}
+        # An fsync that reports lost data is not taken back until the file is closed.
+        self.lost = set()
 
     def reopen(self, step):
         """Open the file again for later steps; transfers in flight go on."""

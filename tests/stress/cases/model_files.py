@@ -1,7 +1,6 @@
 """Save and load model files and checkpoints under faults."""
 
 import contextlib
-import errno
 import json
 import os
 from collections import Counter
@@ -11,14 +10,13 @@ import safetensors.torch as theirs
 
 import nvmeio
 import nvmeio.safetensors.torch as model_files
-from cases.seeded import each_case
+from cases.seeded import each_case, may_fail
 from helpers import MIB
 from model_samples import bits_of, bits_of_all, filled, in_flight
 from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import load_sharded, safe_open, save_sharded
 from workloads.common import report
 
-EXPECTED = (errno.EIO, errno.ENOSPC)
 TENSORS_MAX = 24
 FOLDER = "sharded"
 
@@ -57,16 +55,9 @@ class Case:
 
     @contextlib.contextmanager
     def may_fail(self, what):
-        """Count a success or failure; an error must be an injected one, and name a file."""
-        try:
+        """Count a success or a failure by an injected fault."""
+        with may_fail(what, self.folder, self.counts):
             yield
-        except OSError as error:
-            named = str(error.filename).startswith(str(self.folder))
-            if error.errno not in EXPECTED or not named:
-                raise
-            self.counts[f"{what}, failed"] += 1
-        else:
-            self.counts[what] += 1
         # An open file may still read ahead.
         assert what == "tensors" or in_flight() == 0
 

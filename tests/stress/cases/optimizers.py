@@ -1,8 +1,6 @@
 """Take steps of offloaded optimizers under faults."""
 
-import contextlib
 import copy
-import errno
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +8,10 @@ import pytest
 import torch
 
 import nvmeio.torch
-from cases.seeded import each_case
+from cases.seeded import each_case, may_fail
 from workloads.common import report
 from workloads.optimizers import FORMS, KINDS, equal, state_equal, supports
 
-EXPECTED = (errno.EIO, errno.ENOSPC)
 STEPS = 6
 # With more, there are so many blocks that a step hardly ever succeeds.
 ELEMENTS_MAX = 300_000
@@ -54,25 +51,12 @@ class Case:
         """Return copies of the ordinary optimizer's parameters."""
         return [torch.nn.Parameter(param.detach().clone()) for param in self.theirs]
 
-    @contextlib.contextmanager
-    def may_fail(self, what):
-        """Count a success or failure; an error must be an injected one, and name a file."""
-        try:
-            yield
-        except OSError as error:
-            named = str(error.filename).startswith(str(self.folder))
-            if error.errno not in EXPECTED or not named:
-                raise
-            self.counts[f"{what}, failed"] += 1
-        else:
-            self.counts[what] += 1
-        assert self.offloaded is None or self.offloaded._store.handle.pending == 0
-
     def succeeds(self, what, call):
-        """Return whether a call succeeds."""
+        """Return whether a call succeeds; count that, or a failure by an injected fault."""
         before = self.counts[what]
-        with self.may_fail(what):
+        with may_fail(what, self.folder, self.counts):
             call()
+        assert self.offloaded is None or self.offloaded._store.handle.pending == 0
         return self.counts[what] > before
 
     def until_it_succeeds(self, what, call):
@@ -194,7 +178,6 @@ class Case:
                     self.compare()
             self.engine = self.offloaded._store.handle.engine
         assert not list(self.folder.glob("*.states"))
-        assert not list(self.folder.glob("unfinished-step"))
 
 
 def optimizer_cases(first, count, folder):

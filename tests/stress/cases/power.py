@@ -8,7 +8,6 @@ the drive (``drivefs.py``).
 import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import os
 import random
@@ -21,7 +20,6 @@ import nvmeio.safetensors.numpy as model_files
 from children import run_tool
 from helpers import pattern
 from nvmeio import profiles
-from nvmeio._cli import main as nvmeio_command
 from nvmeio.checkpoint import Checkpointer, drain
 from workloads.common import report
 
@@ -299,20 +297,6 @@ class Writer:
                 stack.enter_context(made)
             drain(source, target).result()
 
-    def copy(self):
-        """Copy a file from outside by ``nvmeio cp``, to an old or a new name."""
-        content, source = self.content(), self.scratch / "source"
-        source.write_bytes(content)
-        path, options = self.name("copy", 2), self.rng.choice([(), ("--verify",)])
-        if self.rng.random() < 0.3 and self.fresh < FRESH_MAX:
-            path, options = self.folder / f"fresh-{self.fresh}", (*options, "--no-clobber")
-            self.fresh += 1
-        words = ["cp", "--quiet", *options, str(source), str(path)]
-        made = self.promises.made(path, (0, content), whole=True, replaces=True)
-        # With --verify it prints the checksum.
-        with made, contextlib.redirect_stdout(io.StringIO()):
-            assert nvmeio_command(words) == 0
-
     def checkpoint(self):
         """Follow the recipe of docs/tuning.md, which keeps one of two files whole."""
         path, content = self.name("checkpoint", 2), self.content()
@@ -411,7 +395,6 @@ class Writer:
             (self.save_checkpoint, 3),
             (self.save_distributed, 2),
             (self.drain, 2),
-            (self.copy, 3),
             (self.checkpoint, 2),
             (self.fill_array, 2),
             (self.append_rows, 4),

@@ -1,8 +1,13 @@
-"""Run cases one after the other, each with its own random numbers."""
+"""Run cases one after the other, each with its own random numbers, perhaps under faults."""
 
+import contextlib
+import errno
 import random
 
 from workloads.common import report
+
+# The injected errors that a caller may see.
+EXPECTED = (errno.EIO, errno.ENOSPC)
 
 
 def each_case(first, count):
@@ -14,3 +19,16 @@ def each_case(first, count):
     for seed in range(first, first + count):
         report({"seed": seed})
         yield random.Random(seed)
+
+
+@contextlib.contextmanager
+def may_fail(what, folder, counts):
+    """Count a success or failure; an error must be an injected one, and name a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in EXPECTED or not str(error.filename).startswith(str(folder)):
+            raise
+        counts[f"{what}, failed"] += 1
+    else:
+        counts[what] += 1

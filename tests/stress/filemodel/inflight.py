@@ -27,6 +27,8 @@ class InFlight:
     before: list = field(default_factory=list)  # what a write's records replace
     others: list = field(default_factory=list)  # (offset, bytes) that a read may see too
     earlier: list = field(default_factory=list)  # what an fsync waits for
+    lost: set = field(default_factory=set)  # errnos that fsyncs of the open File reported
+    doomed: bool = False  # an fsync of that File, after one of them
     request: object = None
     cancelled: bool = False
     failed: tuple = ()  # indices of records that did not land completely
@@ -74,7 +76,7 @@ class InFlight:
             regime.error
             for regime in self.regimes
             if any(regime.may_fail(*call) for call in calls)
-        }
+        } | self.lost
 
     def must_fail(self, regime, calls=None):
         """Return whether it had to fail, now that it has ended under these faults."""

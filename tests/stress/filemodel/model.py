@@ -212,6 +212,7 @@ class FileModel:
             flight.note(world.regime)
             assert not flight.cancelled, f"cancelled, and yet done: {flight}"
             assert not flight.must_fail(world.regime), f"a fault was swallowed: {flight}"
+            assert not flight.doomed, f"lost data was forgotten: {flight}"
             assert all(other.request.done() for other in flight.earlier)
         elif isinstance(error, CancelledError):
             assert flight.cancelled, f"cancelled by nobody: {flight}"
@@ -219,6 +220,8 @@ class FileModel:
             world.figures["cancelled"] += 1
         else:
             flight.accept(error, world.regime)
+            if transfer.op == "fsync":
+                self.lost.add(error.errno)
             if error.errno not in {each.error for each in world.injected}:
                 flight.note(world.regime, error)
             world.figures["failed"] += 1

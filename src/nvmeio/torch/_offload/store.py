@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import absolute, naming
+from nvmeio._files.paths import absolute
 from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -40,7 +39,6 @@ __all__ = ["Part", "Store", "View", "parts_of"]
 
 # The limit of writes in flight while states are stored one by one.
 IN_FLIGHT_BYTES = 16 << 20
-NOTE_BYTES = 512
 
 Item = tuple[Any, File, int]
 # A piece, and its part of each state, by name.
@@ -59,10 +57,6 @@ class Store:
             self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
         )
         self._lock.take()
-        self.unfinished = os.path.join(self.folder, "unfinished-step")
-        # Its name between steps.  It is renamed, not created, so that a full drive does not
-        # prevent it.
-        self._finished = os.path.join(self.folder, ".nvmeio-offload-step")
         self.handle = Handle()
         self._files: list[File] = []
         self._made = 0
@@ -75,7 +69,6 @@ class Store:
         try:
             # States of a process that has ended are useless without its parameters.
             _clear(self.folder)
-            self._write("")
         except BaseException:
             self.close()
             raise
@@ -85,34 +78,9 @@ class Store:
         """Whether the files belong to this process; a forked child has no lock."""
         return self._lock.descriptor >= 0
 
-    def left_unfinished(self) -> str:
-        """Return the note that a killed process left about an unfinished step, or ""."""
-        with contextlib.suppress(FileNotFoundError), open(self.unfinished) as file:
-            return file.read(200).strip()
-        return ""
-
-    def begin(self, words: str) -> None:
-        """Leave a note in the folder that the states are inconsistent until ``end``."""
-        # Raises if the lock was lost, because then the folder may have another user.
+    def require_lock(self) -> None:
+        """Raise BlockingIOError if the folder has another user by now."""
         self._lock.take()
-        self._write(f"{words} of process {os.getpid()} on {socket.gethostname()}")
-        with naming(self.unfinished):
-            os.rename(self._finished, self.unfinished)
-
-    def end(self) -> None:
-        """Remove the note."""
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.unfinished, self._finished)
-
-    def _write(self, words: str) -> None:
-        """Overwrite the note's text, padded to a fixed size so that it never grows."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with naming(self._finished):
-            descriptor = os.open(self._finished, flags, 0o666)
-            try:
-                os.pwrite(descriptor, f"{words:<{NOTE_BYTES - 1}}\n".encode(), 0)
-            finally:
-                os.close(descriptor)
 
     def make_file(self, group: int, segments: Sequence[Segment]) -> None:
         """Create a file for a group's segments, and allocate its space."""
@@ -449,7 +417,13 @@ def _remove(file: File) -> None:
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(file.fileno()), os.lstat(file.path)):
             os.unlink(file.path)
-    file.close()
+    _drop(file)
+
+
+def _drop(file: File) -> None:
+    """Close a file that has no name any more, so that nobody misses its bytes."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _clear(folder: str) -> None:
@@ -468,5 +442,5 @@ def _close(folder: str, files: list[File], handle: Handle, lock: WriterLock) -> 
         _clear(folder)
     handle.close()
     while files:
-        files.pop().close()
+        _drop(files.pop())
     lock.release()

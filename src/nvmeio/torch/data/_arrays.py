@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio.arrays import ArrayFile
@@ -70,7 +69,6 @@ class ArrayDataset(Stored):
     [torch.Size([2, 3]), torch.Size([2, 3])]
     """
 
-    @suggesting
     def __init__(
         self,
         *arrays: Path | Array,

@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset, Subset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from nvmeio._arguments.checks import flag, whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arrays.indexing import Positions
 from nvmeio.torch.data._stored import Flight, Stored
 
@@ -107,7 +106,6 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
     tensor([3., 9.], dtype=torch.float64)
     """
 
-    @suggesting
     def __init__(
         self,
         dataset: Stored | Subset[Any],

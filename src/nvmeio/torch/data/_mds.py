@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
@@ -84,7 +83,6 @@ class MDSDataset(RecordDataset):
     _may_grow = False
     _as_bytes = True
 
-    @suggesting
     def __init__(
         self,
         path: Path,

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.checks import flag, integer, whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute, naming
@@ -69,8 +68,6 @@ class MegatronDataset(RecordDataset):
     All of the .idx file is checked when the dataset is made.  It is memory-mapped, so that
     the processes of a machine share one copy of it; do not truncate it meanwhile.
 
-    Megatron's own datasets can read with nvmeio too, see ``nvmeio.torch.megatron``.
-
     Examples
     --------
     >>> import struct
@@ -86,7 +83,6 @@ class MegatronDataset(RecordDataset):
 
     _may_grow = False
 
-    @suggesting
     def __init__(
         self,
         path: Path,

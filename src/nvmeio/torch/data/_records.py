@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import default_collate
 
 from nvmeio._arguments.checks import has_integers, shown
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, array_of
 from nvmeio._native.file import File
-from nvmeio._native.new_bytes import NewBytes
+from nvmeio._native.gather import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored, literal
@@ -154,7 +153,6 @@ class RecordDataset(Stored):
     # Whether records are read as bytes objects instead of tensors.
     _as_bytes = False
 
-    @suggesting
     def __init__(
         self,
         path: Path | Sequence[Path],

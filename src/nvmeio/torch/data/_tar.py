@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from nvmeio._arguments.checks import path_of
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
@@ -81,7 +80,6 @@ class TarDataset(RecordDataset):
     _may_grow = False
     _as_bytes = True
 
-    @suggesting
     def __init__(
         self,
         path: Path | Sequence[Path],

@@ -124,8 +124,8 @@ def index_of(file: File, saved: str | None) -> TarIndex:
     archive = _Archive(file)
     index = _grouped(archive)
     for remark in archive.remarks:
-        # The caller of TarDataset() is 5 frames up.
-        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=5)
+        # The caller of TarDataset() is 4 frames up.
+        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=4)
     if _stamp_of(file) != stamp:
         raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
     # Not saved after a warning, so that the warning is repeated every time.

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.checks import whole
-from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._native.file import File
@@ -92,7 +91,6 @@ class TokenDataset(Stored):
     tensor([1, 2, 3, 4, 5, 6, 7, 8])
     """
 
-    @suggesting
     def __init__(
         self,
         paths: Path | ArrayFile | Iterable[Path | ArrayFile],

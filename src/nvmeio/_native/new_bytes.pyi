@@ -1,8 +1,0 @@
-from typing import final
-
-from nvmeio._arrays.indexing import Positions
-
-@final
-class NewBytes:
-    values: list[bytes]
-    def __init__(self, sizes: Positions) -> None: ...
