@@ -11,8 +11,10 @@
 #define CHECK(condition)                                                               \
     do {                                                                               \
         if (!(condition)) {                                                            \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__,           \
-                    #condition);                                                       \
+            /* Without a message, SIGABRT says that it was lost. */                    \
+            if (fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__,       \
+                        #condition) < 0)                                               \
+                abort();                                                               \
             exit(1);                                                                   \
         }                                                                              \
     } while (0)
