@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -611,20 +612,21 @@ class TestAsCompleted:
         self, slow_handle, path, pages, collected, monkeypatch
     ):
         start, _ = pages
-        order, listening = [4, 2, 0, 3, 1], threading.Event()
+        order, listeners = [4, 2, 0, 3, 1], queue.SimpleQueue()
         listen = Listener.listen
 
-        def listen_and_signal(self, requests):
+        def listen_and_tell(self, requests):
             count = listen(self, requests)
-            listening.set()
+            listeners.put(self)
             return count
 
         def cancel_in_turn():
-            assert listening.wait(60)
+            awaited = listeners.get(timeout=60)._awaited
             for index in order[1:]:
                 requests[index].cancel()
-                # Polling reports the completion, before the next request completes.
-                while not requests[index].done():
+                # Until this thread or the waiting one has reported it.
+                while requests[index] in awaited:
+                    requests[index].done()
                     time.sleep(0.001)
 
         with plugged(slow_handle, path.parent):
@@ -632,7 +634,7 @@ class TestAsCompleted:
             # One is done before the wait, the others during it.
             requests[4].cancel()
             requests[4].done()
-            monkeypatch.setattr(Listener, "listen", listen_and_signal)
+            monkeypatch.setattr(Listener, "listen", listen_and_tell)
             canceller = threading.Thread(target=cancel_in_turn)
             canceller.start()
             found = collected(requests[:5])
