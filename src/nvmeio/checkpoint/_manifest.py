@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import crc32c
 
+from nvmeio._files.descriptors import close_quietly
 from nvmeio._memory.available import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
@@ -151,14 +152,17 @@ def read_json(
     """
     limit = MANIFEST_BYTES_MAX if name == MANIFEST else TREE_BYTES_MAX
     path = os.path.join(folder, name)
-    # An opener, because open() then closes the descriptor even if it fails.
-    with open(path, "rb", opener=lambda path, flags: opener(path)) as file:
-        size = os.fstat(file.fileno()).st_size
+    descriptor = opener(path)
+    try:
+        size = os.fstat(descriptor).st_size
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
         if size > 1 << 20:
             require_available(_MEMORY_PER_BYTE * size, f"parsing {path}")
-        text = file.read(limit)
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(limit)
+    finally:
+        close_quietly(descriptor)
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
         seen(text)
