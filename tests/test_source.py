@@ -73,7 +73,7 @@ ONLY_IN = {
 C_LAYERS = (
     {"engine", "engine_*"},
     {"request"},
-    {"transfer", "gather", "many", "block", "closer", "latency"},
+    {"transfer", "gather", "many", "block", "slow", "latency"},
     {"queue"},
     {"worker"},
     {"handle", "wait"},

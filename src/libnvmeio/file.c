@@ -46,6 +46,9 @@ struct cachestat_result {
 
 #define COMPARE_BYTES (256u << 10)
 
+/* Freeing as many bytes of a file takes milliseconds. */
+#define FREED_AT_ONCE_BYTES ((blkcnt_t)64 << 20)
+
 /* The flags that a reopened descriptor shares with the first. O_SYNC includes O_DSYNC,
  * and callers that asked for either rely on it. */
 #define KEPT_FLAGS (O_ACCMODE | O_SYNC)
@@ -108,7 +111,8 @@ static int look_at(int fd, struct statx *status)
     struct stat plain;
 
     if (statx(fd, "", AT_EMPTY_PATH,
-              STATX_TYPE | STATX_MODE | STATX_UID | STATX_INO | STATX_DIOALIGN,
+              STATX_TYPE | STATX_MODE | STATX_UID | STATX_INO | STATX_SIZE |
+                  STATX_DIOALIGN,
               status) == 0)
         return 0;
     if (fstat(fd, &plain))
@@ -218,6 +222,7 @@ static int describe(struct nvmeio_file *file, const struct statx *status, int fl
     } else if (S_ISREG(status->stx_mode)) {
         file->info.device = makedev(status->stx_dev_major, status->stx_dev_minor);
         file->info.inode = status->stx_ino;
+        file->size_seen = (int64_t)status->stx_size;
         describe_system(file);
     } else {
         error = S_ISDIR(status->stx_mode) ? -EISDIR : -EINVAL;
@@ -546,6 +551,16 @@ bool nvmeio_file_release_shared(struct nvmeio_file *file)
     return false;
 }
 
+bool nvmeio_file_is_slow_to_close(const struct nvmeio_file *file)
+{
+    struct stat status;
+
+    if (!file->local)
+        return true;
+    return fstat(nvmeio_file_any_fd(file), &status) == 0 && status.st_nlink == 0 &&
+           status.st_blocks > FREED_AT_ONCE_BYTES / 512;
+}
+
 void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_info *info)
 {
     *info = file->info;
@@ -657,12 +672,24 @@ int64_t nvmeio_file_size(const struct nvmeio_file *file)
     return status.st_size;
 }
 
+int64_t nvmeio_file_size_for_read(struct nvmeio_file *file, int64_t end)
+{
+    int64_t seen = atomic_load_explicit(&file->size_seen, memory_order_relaxed);
+
+    if (end <= seen)
+        return seen;
+    seen = nvmeio_file_size(file);
+    atomic_store_explicit(&file->size_seen, seen, memory_order_relaxed);
+    return seen;
+}
+
 int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size)
 {
     int result;
     do
         result = ftruncate(nvmeio_file_any_fd(file), size);
     while (result && errno == EINTR);
+    atomic_store_explicit(&file->size_seen, 0, memory_order_relaxed);
     return result ? -errno : 0;
 }
 

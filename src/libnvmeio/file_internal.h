@@ -39,6 +39,9 @@ struct nvmeio_file {
     /* The larger of a page and, on a local file system or a block device, a block. */
     uint32_t block_bytes;
 
+    /* The size when it was last looked up. Relaxed: it is only a hint. */
+    _Atomic int64_t size_seen;
+
     /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
      * O_DIRECT had to be given up. From then on the file uses the page cache. Relaxed:
      * it is only a hint. */
@@ -69,6 +72,10 @@ bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_
  * O_DIRECT for it. Returns whether it is open. */
 bool nvmeio_file_try_buffered(struct nvmeio_file *file);
 
+/* The size of the file, or -errno; for a read up to `end`, one that was seen before is
+ * enough. If the file has become shorter since, the read meets its end. */
+int64_t nvmeio_file_size_for_read(struct nvmeio_file *file, int64_t end);
+
 /* Set all fields of a geometry except `bounce`, which is the handle's. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
@@ -76,6 +83,10 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
 /* Drop a reference and return true, unless it is the last one. The caller must drop the
  * last one without the queue's mutex, because that closes the file. */
 bool nvmeio_file_release_shared(struct nvmeio_file *file);
+
+/* Whether closing its last descriptor may take long: a server writes back what was
+ * written, or the file has no name any more, and the kernel frees many blocks. */
+bool nvmeio_file_is_slow_to_close(const struct nvmeio_file *file);
 
 /* Return the error that an outcome reports for -errno from the system. In an outcome,
  * -ENODATA means the end of the file, and -ECANCELED means nvmeio_request_cancel(). But

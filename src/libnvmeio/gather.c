@@ -334,6 +334,7 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
     request->gathering = gathering;
     request->file_passed = gather->pass_file;
     request->total = records->bytes;
+    request->steps = records->count;
     gathering->records = records;
     if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
         gathering->merged_bytes = owner->bounce_bytes < owner->block_bytes

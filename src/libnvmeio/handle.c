@@ -16,6 +16,7 @@
 #include "block.h"
 #include "file_internal.h"
 #include "records.h"
+#include "slow.h"
 
 /* Added to the generation while a process makes its queue and workers anew. A child
  * that is forked meanwhile has another generation, so it does not wait for that thread,
@@ -74,9 +75,9 @@ static void pause_queue(struct nvmeio_handle *handle, size_t step)
     nvmeio_queue_pause(&handle->queue, step);
 }
 
-static void close_file(struct nvmeio_request *request)
+static void continue_slowly(struct nvmeio_request *request)
 {
-    nvmeio_queue_close(&request->handle->queue, request);
+    nvmeio_queue_continue(&request->handle->queue, request);
 }
 
 /* Set the sizes of blocks and bounces, rounded so that they suit any file. */
@@ -98,7 +99,7 @@ static void set_owner(struct nvmeio_handle *handle)
     handle->owner = (struct nvmeio_owner){
         .release = handle_release,
         .pause = pause_queue,
-        .close = close_file,
+        .continue_slowly = continue_slowly,
         .bounce = handle->config.bounce,
         .block_bytes = block,
         .ordered_bytes = ordered,
@@ -261,12 +262,23 @@ static int check_after(const struct nvmeio_handle *handle,
     return 0;
 }
 
+/* Whether a new request is planned by a thread of slow.c, so that its submission does
+ * not take long. What is left for the caller are some 50 ns a record. */
+static bool is_planned_later(const struct nvmeio_request *request)
+{
+    return request->gathering && request->steps > NVMEIO_STEPS_MAX;
+}
+
 /* Plan a new request, or make its links if it comes after others. If that fails, the
  * request is released. */
 static int prepare(struct nvmeio_request *request, const struct nvmeio_after *after)
 {
     struct nvmeio_request *part;
 
+    if (after->count == 0 && is_planned_later(request)) {
+        request->phase = NVMEIO_PHASE_PLANNING;
+        return 0;
+    }
     if (after->count == 0) {
         request->ops->plan(request);
         request->phase = NVMEIO_PHASE_PLANNED;
@@ -300,13 +312,17 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
     }
     /* Set *result first: another thread may pop the request as soon as it is queued. */
     *result = request;
-    bool pauses = request->parts;
-    if (pauses)
+    bool is_unplanned = request->phase == NVMEIO_PHASE_PLANNING;
+    bool needed = request->parts || is_unplanned;
+    if (needed)
         atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
     nvmeio_queue_add(&handle->queue, request, after);
-    nvmeio_queue_begin(&handle->queue, request);
+    if (!is_unplanned)
+        nvmeio_queue_begin(&handle->queue, request);
     nvmeio_queue_unlock(&handle->queue);
-    if (pauses)
+    if (is_unplanned && !nvmeio_slow_add(request))
+        nvmeio_queue_continue(&handle->queue, request);
+    if (needed)
         nvmeio_request_release(request);
     return 0;
 }
@@ -413,12 +429,14 @@ static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
     static const struct timespec at_once = {0, 0};
     struct timespec pause = {0, 1000};
     enum nvmeio_verdict verdict;
+    bool writes = block->op == NVMEIO_OP_WRITE;
     sigset_t file_size, before;
 
-    sigemptyset(&file_size);
-    if (block->op == NVMEIO_OP_WRITE)
+    if (writes) {
+        sigemptyset(&file_size);
         sigaddset(&file_size, SIGXFSZ);
-    pthread_sigmask(SIG_BLOCK, &file_size, &before);
+        pthread_sigmask(SIG_BLOCK, &file_size, &before);
+    }
     nvmeio_block_prepare(block);
     block->pushed_ns = nvmeio_now_ns();
     for (;;) {
@@ -439,9 +457,10 @@ static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
         if (pause.tv_nsec < 10000000)
             pause.tv_nsec *= 2;
     }
-    if (block->result == -EFBIG && !sigismember(&before, SIGXFSZ))
+    if (writes && block->result == -EFBIG && !sigismember(&before, SIGXFSZ))
         sigtimedwait(&file_size, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (writes)
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* Claim what the only block of a write needs. False if it would have to wait: then
@@ -526,7 +545,7 @@ out:
  * being planned, another thread writes its fields, so only its phase may be read. */
 static bool can_drop(const struct nvmeio_request *request)
 {
-    return !nvmeio_queue_is_settling(request) && !request->cancelled &&
+    return !nvmeio_request_is_settling(request) && !request->cancelled &&
            (request->phase == NVMEIO_PHASE_PLANNING ||
             (!nvmeio_request_is_stopped(request) &&
              (!nvmeio_request_is_cut(request) || request->parked > 0)));

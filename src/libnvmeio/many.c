@@ -104,7 +104,7 @@ struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
     nvmeio_request_init(request, &many_ops, handle, owner, NVMEIO_OP_READ, NULL,
                         many->user);
     request->parts = parts;
-    parts->count = many->count;
+    parts->count = request->steps = many->count;
     for (size_t i = 0; i < many->count; i++) {
         nvmeio_transfer_init(&parts->list[i], handle, owner, &many->transfers[i]);
         parts->list[i].user = NULL;

@@ -2,9 +2,11 @@
 #include "pages.h"
 
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Linux 6.7, ioctl_pagemap_scan(2). Older headers have none of this. */
@@ -20,6 +22,12 @@
 #define SAMPLE_BYTES ((size_t)256 << 10)
 #define SAMPLES_MAX 8u
 
+/* A verdict counts for the huge page around it, for up to a quarter of a second. A
+ * wrong one, because memory was mapped anew, costs speed alone. */
+#define REGION_BITS 21u
+#define TERM_BITS 28u /* in nanoseconds */
+#define VERDICTS 1024u
+
 struct region {
     uint64_t start, end, categories;
 };
@@ -31,8 +39,20 @@ struct scan {
 
 enum kind { UNKNOWN, ABSENT, SMALL, HUGE };
 
-/* The kind of one page. */
-static enum kind kind_of(int fd, uintptr_t page, size_t page_bytes)
+static _Atomic uint64_t verdicts[VERDICTS];
+
+/* What a verdict of this moment on a page looks like, apart from its kind. */
+static uint64_t verdict_on(uintptr_t page)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    uint64_t ns = (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+    return (uint64_t)(page >> REGION_BITS) << 28 | (ns >> TERM_BITS & 0xffffff) << 4;
+}
+
+/* The kind of one page, as the kernel sees it. */
+static enum kind look_up(int fd, uintptr_t page, size_t page_bytes)
 {
     struct region region = {0};
     struct scan scan = {
@@ -53,41 +73,43 @@ static enum kind kind_of(int fd, uintptr_t page, size_t page_bytes)
     return region.categories & SCAN_HUGE ? HUGE : SMALL;
 }
 
-/* How many of the sampled pages are small; 0 if the kernel cannot tell. */
-static size_t count_small(int fd, uintptr_t address, size_t size, size_t samples,
-                          enum nvmeio_op op)
+/* The kind of one page. The descriptor is opened when it is first needed: in a forked
+ * child, one that was kept would still show the parent's memory. */
+static enum kind kind_of(int *fd, uintptr_t page, size_t page_bytes, enum nvmeio_op op)
 {
-    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
-    size_t small = 0;
+    _Atomic uint64_t *known = &verdicts[(page >> REGION_BITS) % VERDICTS];
+    uint64_t verdict = verdict_on(page);
+    uint64_t found = atomic_load_explicit(known, memory_order_relaxed);
 
-    for (size_t i = 0; i < samples; i++) {
-        uintptr_t middle = address + size / samples * i + size / samples / 2;
-        uintptr_t page = middle / page_bytes * page_bytes;
-        enum kind kind = kind_of(fd, page, page_bytes);
-        if (kind == ABSENT && op == NVMEIO_OP_WRITE &&
-            madvise((void *)page, page_bytes, MADV_POPULATE_READ) == 0)
-            kind = kind_of(fd, page, page_bytes);
-        if (kind == UNKNOWN)
-            return 0;
-        small += kind == SMALL;
-    }
-    return small;
+    if (found - verdict == SMALL || found - verdict == HUGE)
+        return (enum kind)(found - verdict);
+    if (*fd < 0)
+        *fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    enum kind kind = *fd < 0 ? UNKNOWN : look_up(*fd, page, page_bytes);
+    if (kind == ABSENT && op == NVMEIO_OP_WRITE &&
+        madvise((void *)page, page_bytes, MADV_POPULATE_READ) == 0)
+        kind = look_up(*fd, page, page_bytes);
+    if (kind == SMALL || kind == HUGE)
+        atomic_store_explicit(known, verdict + kind, memory_order_relaxed);
+    return kind;
 }
 
 bool nvmeio_pages_are_small(const void *address, size_t size, enum nvmeio_op op)
 {
-    size_t samples = size / SAMPLE_BYTES;
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    size_t samples = size / SAMPLE_BYTES, small = 0;
+    int fd = -1;
 
     if (samples > SAMPLES_MAX)
         samples = SAMPLES_MAX;
     if (samples == 0)
         samples = 1;
-    /* Open it each time, which takes 1 us: in a forked child, a descriptor that was
-     * kept would still show the parent's memory. */
-    int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return false;
-    size_t small = count_small(fd, (uintptr_t)address, size, samples, op);
-    close(fd);
+    for (size_t i = 0; i < samples; i++) {
+        uintptr_t middle = (uintptr_t)address + size / samples * i + size / samples / 2;
+        uintptr_t page = middle / page_bytes * page_bytes;
+        small += kind_of(&fd, page, page_bytes, op) == SMALL;
+    }
+    if (fd >= 0)
+        close(fd);
     return small > samples / 2;
 }

@@ -7,8 +7,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "closer.h"
 #include "file_internal.h"
+#include "slow.h"
 
 void nvmeio_queue_init(struct nvmeio_queue *queue)
 {
@@ -437,15 +437,9 @@ static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
     queue->settle = request;
 }
 
-bool nvmeio_queue_is_settling(const struct nvmeio_request *request)
-{
-    return atomic_load_explicit(&request->state, memory_order_relaxed) !=
-           NVMEIO_STATE_ACTIVE;
-}
-
 void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
-    if (nvmeio_queue_is_settling(request))
+    if (nvmeio_request_is_settling(request))
         return;
     if (nvmeio_request_is_over(request) && !nvmeio_request_is_stopped(request) &&
         request->ops->next_round)
@@ -478,7 +472,7 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
         /* If a thread is carrying out this request itself, or planning it, the request
          * ends when that thread comes back. */
         next = r->active_next;
-        if (r->phase == NVMEIO_PHASE_PLANNING || nvmeio_queue_is_settling(r) ||
+        if (r->phase == NVMEIO_PHASE_PLANNING || nvmeio_request_is_settling(r) ||
             r->error || r->in_flight > 0)
             continue;
         nvmeio_request_fail(r, error, r->position);
@@ -498,47 +492,63 @@ static void release_file(struct nvmeio_request *request)
     request->closing = true;
 }
 
-/* Find out how far a failed request came, and release its file. Called without the
- * mutex, because it makes system calls and may take long. Closing a file that is not
- * local may take very long, so a thread of closer.c does it: then this returns false,
- * and the request may be gone. */
-static bool settle(struct nvmeio_request *request)
+static bool is_troubled(const struct nvmeio_request *request)
 {
-    if (request->failed || request->cancelled)
+    return request->failed || request->cancelled;
+}
+
+/* Find out how far a failed request came, and release its file. */
+static void settle(struct nvmeio_request *request)
+{
+    if (is_troubled(request))
         request->ops->settle(request);
-    if (!request->file || request->file->local)
-        release_file(request);
-    else if (nvmeio_file_release_shared(request->file))
-        request->file = NULL;
-    else if (nvmeio_closer_add(request))
-        return false;
-    else
-        release_file(request);
-    return true;
-}
-
-void nvmeio_queue_close(struct nvmeio_queue *queue, struct nvmeio_request *request)
-{
     release_file(request);
-    nvmeio_queue_lock(queue);
-    complete(queue, request);
-    nvmeio_queue_unlock(queue);
 }
 
-/* Settle a list of requests, and return the list of those that are done. */
+/* Whether that may take long. The request has the last reference to its file, unless it
+ * is troubled. */
+static bool is_slow_to_settle(const struct nvmeio_request *request)
+{
+    return (is_troubled(request) && nvmeio_request_is_slow(request)) ||
+           (request->file && nvmeio_file_is_slow_to_close(request->file));
+}
+
+/* Settle a list of requests, and return the list of those that are done. The threads of
+ * slow.c do the slow ones; these may be gone then. */
 static struct nvmeio_request *settle_all(struct nvmeio_request *request)
 {
     struct nvmeio_request *settled = NULL, **end = &settled, *next;
 
     for (; request; request = next) {
         next = request->queue_next;
-        if (!settle(request))
+        if (is_slow_to_settle(request) && nvmeio_slow_add(request))
             continue;
+        settle(request);
         request->queue_next = NULL;
         *end = request;
         end = &request->queue_next;
     }
     return settled;
+}
+
+/* Plan a list of requests, which the caller has retained, and return the list of those
+ * that can begin. The threads of slow.c plan the slow ones. */
+static struct nvmeio_request *plan_all(struct nvmeio_request *request)
+{
+    struct nvmeio_request *planned = NULL, **end = &planned, *next;
+
+    for (; request; request = next) {
+        next = request->ready_next;
+        if (nvmeio_request_is_slow(request) && nvmeio_slow_add(request)) {
+            nvmeio_request_release(request);
+            continue;
+        }
+        request->ops->plan(request);
+        request->ready_next = NULL;
+        *end = request;
+        end = &request->ready_next;
+    }
+    return planned;
 }
 
 static void set_phase(struct nvmeio_request *request, enum nvmeio_phase phase)
@@ -556,7 +566,7 @@ static void progress_all(struct nvmeio_queue *queue, struct nvmeio_request *requ
     struct nvmeio_request *part;
 
     for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
-        if (request->error && !nvmeio_queue_is_settling(part))
+        if (request->error && !nvmeio_request_is_settling(part))
             nvmeio_request_fail(part, request->error, 0);
         nvmeio_queue_progress(queue, part);
         nvmeio_queue_pause(queue, i);
@@ -584,7 +594,7 @@ static struct nvmeio_request *take_ready(struct nvmeio_queue *queue,
         struct nvmeio_request *request = queue->ready;
         queue->ready = request->ready_next;
         request->ready = false;
-        if (nvmeio_queue_is_settling(request))
+        if (nvmeio_request_is_settling(request))
             continue;
         /* The mutex is unlocked between its parts. */
         atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
@@ -646,8 +656,7 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
             nvmeio_waiter_rouse(calls[i]);
         nvmeio_waiter_wake_all(wake);
         settled = settle_all(settled);
-        for (struct nvmeio_request *r = planned; r; r = r->ready_next)
-            r->ops->plan(r);
+        planned = plan_all(planned);
         if (settled || planned)
             pthread_mutex_lock(&queue->mutex);
     } while (settled || planned);
@@ -660,6 +669,24 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
         nvmeio_request_release(begun);
     }
     pthread_setcancelstate(cancelling, NULL);
+}
+
+void nvmeio_queue_continue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    bool settling = nvmeio_request_is_settling(request);
+
+    if (settling)
+        settle(request);
+    else
+        request->ops->plan(request);
+    nvmeio_queue_lock(queue);
+    if (settling) {
+        complete(queue, request);
+    } else {
+        set_phase(request, NVMEIO_PHASE_PLANNED);
+        nvmeio_queue_begin(queue, request);
+    }
+    nvmeio_queue_unlock(queue);
 }
 
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,

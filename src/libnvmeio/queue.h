@@ -80,9 +80,9 @@ void nvmeio_queue_pause(struct nvmeio_queue *queue, size_t step);
 /* Wait until nothing is active. Returns 0, or -ETIMEDOUT after the deadline. */
 int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns);
 
-/* Close the file of a request that holds it alone and needs nothing else; then the
- * request is done. The caller holds a reference to it, or to its whole. */
-void nvmeio_queue_close(struct nvmeio_queue *queue, struct nvmeio_request *request);
+/* Plan or settle a request, whichever is its turn, and carry out what that entails. The
+ * caller holds a reference to it, or to its whole. */
+void nvmeio_queue_continue(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
 /* Does the work of nvmeio_handle_pop(). */
 unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned count);
@@ -131,8 +131,5 @@ void nvmeio_consumer_interrupt(struct nvmeio_consumer *consumer);
  * has not come yet, rouse it once more: the thread that called it may not be running.
  */
 bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer);
-
-/* Whether a request cannot change any more: it is being settled, or done. */
-bool nvmeio_queue_is_settling(const struct nvmeio_request *request);
 
 #endif

@@ -21,6 +21,7 @@ void nvmeio_request_init(struct nvmeio_request *request,
         .handle = handle,
         .owner = owner,
         .op = op,
+        .steps = 1,
         .user = user,
         .generation = nvmeio_fork_generation(),
         .ordered_from = INT64_MAX,
@@ -168,13 +169,36 @@ bool nvmeio_request_is_over(const struct nvmeio_request *request)
            (nvmeio_request_is_stopped(request) || nvmeio_request_is_cut(request));
 }
 
+bool nvmeio_request_is_distant(const struct nvmeio_request *request)
+{
+    const struct nvmeio_request *part;
+
+    if (request->file)
+        return !request->file->local;
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++)
+        if (part->file && !part->file->local)
+            return true;
+    return false;
+}
+
+bool nvmeio_request_is_slow(const struct nvmeio_request *request)
+{
+    return request->steps > NVMEIO_STEPS_MAX || nvmeio_request_is_distant(request);
+}
+
+bool nvmeio_request_is_settling(const struct nvmeio_request *request)
+{
+    return atomic_load_explicit(&request->state, memory_order_relaxed) !=
+           NVMEIO_STATE_ACTIVE;
+}
+
 bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
                                     const void *address, size_t size)
 {
     return request->geometry.bounce == NVMEIO_BOUNCE_AUTO &&
            size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
-           !nvmeio_pool_holds(address) &&
-           nvmeio_pages_are_small(address, size, request->op);
+           nvmeio_pages_are_small(address, size, request->op) &&
+           !nvmeio_pool_holds(address);
 }
 
 bool nvmeio_request_done(struct nvmeio_request *request)

@@ -21,6 +21,10 @@ enum nvmeio_state {
     NVMEIO_STATE_DONE,
 };
 
+/* More records or parts than these, and a request is planned and settled by a thread of
+ * its own: with a system call for each, in half a millisecond or more. */
+#define NVMEIO_STEPS_MAX 512u
+
 /* Where a request is between submission and its first block. */
 enum nvmeio_phase {
     NVMEIO_PHASE_WAITING,  /* for the requests that it comes after */
@@ -75,7 +79,8 @@ struct nvmeio_request_ops {
 struct nvmeio_owner {
     void (*release)(struct nvmeio_handle *handle);            /* drop a reference */
     void (*pause)(struct nvmeio_handle *handle, size_t step); /* nvmeio_queue_pause() */
-    void (*close)(struct nvmeio_request *request);            /* nvmeio_queue_close() */
+    /* nvmeio_queue_continue() */
+    void (*continue_slowly)(struct nvmeio_request *request);
     enum nvmeio_bounce bounce;
     size_t block_bytes;        /* of one block, in whole pages */
     size_t ordered_bytes;      /* of one block that makes a file longer */
@@ -91,6 +96,7 @@ struct nvmeio_request {
     enum nvmeio_op op;
     bool data_only; /* of an fsync: fdatasync(2) */
     size_t total;   /* bytes, the result if nothing fails */
+    size_t steps;   /* records or parts that plan() and settle() look at, or 1 */
     void *user;
     uint32_t generation; /* of the process that submitted it */
     /* A write makes the file longer from this offset on. Blocks beyond it land one by
@@ -186,6 +192,16 @@ bool nvmeio_request_is_stopped(const struct nvmeio_request *request);
 
 /* Whether the next block lands alone, in the order of the file. */
 bool nvmeio_request_is_ordered(const struct nvmeio_request *request);
+
+/* Whether system calls on its file may wait for a server, as on FUSE and NFS; of a
+ * whole, for any of its parts. */
+bool nvmeio_request_is_distant(const struct nvmeio_request *request);
+
+/* Whether plan() may take long, and settle() if it has failed. */
+bool nvmeio_request_is_slow(const struct nvmeio_request *request);
+
+/* Whether a request cannot change any more: it is being settled, or done. */
+bool nvmeio_request_is_settling(const struct nvmeio_request *request);
 
 /* The size of a bounce that holds all the rest of the span; 0 if the next block needs
  * none. With a smaller bounce, the block is cut shorter. */

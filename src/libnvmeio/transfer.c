@@ -113,9 +113,14 @@ static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
                          landed);
 }
 
+static int64_t end_of(const struct nvmeio_request *request)
+{
+    return request->offset + (int64_t)request->size;
+}
+
 static void look_at_file(struct nvmeio_request *request, int64_t size)
 {
-    int64_t end = request->offset + (int64_t)request->size;
+    int64_t end = end_of(request);
 
     if (request->op == NVMEIO_OP_WRITE)
         nvmeio_request_note_end(request, size, end);
@@ -153,7 +158,10 @@ void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size)
 
 static void transfer_plan(struct nvmeio_request *request)
 {
-    nvmeio_transfer_plan(request, nvmeio_file_size(request->file));
+    nvmeio_transfer_plan(request,
+                         request->op == NVMEIO_OP_READ
+                             ? nvmeio_file_size_for_read(request->file, end_of(request))
+                             : nvmeio_file_size(request->file));
 }
 
 static void fsync_plan(struct nvmeio_request *request)

@@ -371,6 +371,33 @@ static void test_slow_closes_hold_up_nobody_else(const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* The kernel frees the blocks of a file without a name when it is closed. */
+static void test_freeing_a_large_file_holds_up_nobody_else(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *large = new_file(), *other = new_file();
+    struct nvmeio_transfer t = last_write(large);
+
+    if (fallocate(nvmeio_file_any_fd(large), 0, 0, 65 * (off_t)MIB)) {
+        CHECK(errno == EOPNOTSUPP);
+        CHECK(ftruncate(nvmeio_file_any_fd(large), 65 * (off_t)MIB) == 0);
+        for (off_t at = 0; at < 65 * (off_t)MIB; at += SIZE)
+            CHECK(pwrite(nvmeio_file_fd(large), memory, SIZE, at) == SIZE);
+    }
+    nvmeio_file_remember(large);
+    hold_close(large, true);
+    struct nvmeio_request *request = submit(handle, &t);
+    await_waiting(1);
+    CHECK(write_at(handle, other, memory, SIZE, 0).result == SIZE);
+    CHECK(!nvmeio_request_done(request));
+    hold_close(large, false);
+    CHECK(finish(request).result == SIZE);
+    nvmeio_file_forget(large);
+    CHECK(nvmeio_file_release(other) == 0);
+    nvmeio_handle_close(handle);
+}
+
 static void *release_slowly(void *file)
 {
     pause_a_little();
@@ -452,6 +479,7 @@ int main(void)
         test_a_scatter_that_closes_the_file_fails(engine);
         test_what_comes_after_a_failed_close_fails(engine);
         test_slow_closes_hold_up_nobody_else(engine);
+        test_freeing_a_large_file_holds_up_nobody_else(engine);
         test_closing_the_handle_waits_for_closes(engine);
         if (!SANITIZED)
             test_a_forked_child_closes_by_itself(engine);

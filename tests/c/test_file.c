@@ -548,6 +548,33 @@ static void test_all_descriptors_are_closed(void)
     CHECK(descriptors_open() == before);
 }
 
+/* A size that was seen before counts for reads, but not after a truncation. */
+static void test_a_read_past_a_new_end_touches_no_memory(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("sync");
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(2 * PAGE, 0);
+
+    make_file(path, 2 * PAGE, 1);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    CHECK(read_at(handle, file, memory.address, 2 * PAGE, 0).result == 2 * PAGE);
+    CHECK(nvmeio_file_truncate(file, PAGE) == 0);
+    memset(memory.address, 7, 2 * PAGE);
+    CHECK(read_at(handle, file, memory.address, 2 * PAGE, 0).result == -ENODATA);
+    for (size_t i = 0; i < 2 * PAGE; i++)
+        CHECK(memory.address[i] == 7);
+    /* Another process is not noticed before the read meets the end. */
+    CHECK(nvmeio_file_truncate(file, 2 * PAGE) == 0);
+    CHECK(read_at(handle, file, memory.address, 2 * PAGE, 0).result == 2 * PAGE);
+    CHECK(truncate(path, PAGE) == 0);
+    struct nvmeio_outcome outcome = read_at(handle, file, memory.address, 2 * PAGE, 0);
+    CHECK(outcome.result == -ENODATA && outcome.got == PAGE);
+    nvmeio_file_release(file);
+    guarded_free(&memory);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *engine;
@@ -575,5 +602,6 @@ int main(void)
     as_anybody(duplicate_without_rights);
     test_an_existing_file_is_never_truncated();
     test_all_descriptors_are_closed();
+    test_a_read_past_a_new_end_touches_no_memory();
     return 0;
 }
