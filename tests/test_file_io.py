@@ -211,6 +211,25 @@ class TestRefusals:
             assert file.tell() == 4
 
 
+def test_a_reservation_beyond_the_free_space_takes_none_of_it(loop_mount):
+    folder = loop_mount("ext4", 64 * MIB)
+    with nvmeio.File(folder / "data", "w") as file:
+        file.write(bytes(MIB))
+        file.fsync()
+        before = os.fstat(file.fileno()).st_blocks
+        with pytest.raises(OSError, match="No space") as caught:
+            file.preallocate(65 * MIB)
+        assert (caught.value.errno, caught.value.filename) == (
+            errno.ENOSPC,
+            str(folder / "data"),
+        )
+        assert os.fstat(file.fileno()).st_blocks == before
+        # What it has already counts.
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        file.preallocate(MIB + free - MIB // 2)
+        assert os.fstat(file.fileno()).st_blocks > before
+
+
 @pytest.mark.parametrize("size", [100_000, 3 * MIB], ids=["small", "large"])
 def test_a_full_disk_leaves_the_position_for_another_try(loop_mount, size):
     folder = loop_mount("ext4", SIZES_MIN["ext4"])

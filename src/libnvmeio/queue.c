@@ -500,17 +500,37 @@ static bool is_troubled(const struct nvmeio_request *request)
 /* Find out how far a failed request came, and release its file. */
 static void settle(struct nvmeio_request *request)
 {
-    if (is_troubled(request))
+    if (is_troubled(request) && !request->settled)
         request->ops->settle(request);
+    request->settled = true;
     release_file(request);
 }
 
-/* Whether that may take long. The request has the last reference to its file, unless it
- * is troubled. */
+/* Whether it takes long to find out how far a request came: it sorts many records, or
+ * asks a server for the size of the file. */
 static bool is_slow_to_settle(const struct nvmeio_request *request)
 {
-    return (is_troubled(request) && nvmeio_request_is_slow(request)) ||
-           (request->file && nvmeio_file_is_slow_to_close(request->file));
+    return is_troubled(request) &&
+           (request->steps > NVMEIO_STEPS_MAX ||
+            (request->error == -ENODATA && nvmeio_request_is_distant(request)));
+}
+
+/* Settle a request. If that takes long, a thread of slow.c does it: then this returns
+ * false, and the request may be gone. */
+static bool settle_quickly(struct nvmeio_request *request)
+{
+    if (is_slow_to_settle(request) && nvmeio_slow_add(request))
+        return false;
+    if (is_troubled(request))
+        request->ops->settle(request);
+    request->settled = true;
+    if (request->file && nvmeio_file_release_shared(request->file))
+        request->file = NULL;
+    if (request->file && nvmeio_file_is_slow_to_close(request->file) &&
+        nvmeio_slow_add(request))
+        return false;
+    release_file(request);
+    return true;
 }
 
 /* Settle a list of requests, and return the list of those that are done. The threads of
@@ -521,9 +541,8 @@ static struct nvmeio_request *settle_all(struct nvmeio_request *request)
 
     for (; request; request = next) {
         next = request->queue_next;
-        if (is_slow_to_settle(request) && nvmeio_slow_add(request))
+        if (!settle_quickly(request))
             continue;
-        settle(request);
         request->queue_next = NULL;
         *end = request;
         end = &request->queue_next;

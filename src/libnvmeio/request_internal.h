@@ -137,6 +137,7 @@ struct nvmeio_request {
     bool failed; /* some of it failed; a gather goes on with the rest */
     bool abandoned;
     bool closing; /* the error is of close(2) */
+    bool settled; /* settle() was called, if it was needed */
     /* Once done: bytes transferred. Before that: the lowest position that failed. */
     size_t got;
 
@@ -197,7 +198,7 @@ bool nvmeio_request_is_ordered(const struct nvmeio_request *request);
  * whole, for any of its parts. */
 bool nvmeio_request_is_distant(const struct nvmeio_request *request);
 
-/* Whether plan() may take long, and settle() if it has failed. */
+/* Whether plan() may take long. */
 bool nvmeio_request_is_slow(const struct nvmeio_request *request);
 
 /* Whether a request cannot change any more: it is being settled, or done. */

@@ -11,7 +11,7 @@
 #define CHECK(condition)                                                               \
     do {                                                                               \
         if (!(condition)) {                                                            \
-            /* Without a message, SIGABRT says that it was lost. */                    \
+            /* The drive of the log may be full. */                                    \
             if (fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__,       \
                         #condition) < 0)                                               \
                 abort();                                                               \

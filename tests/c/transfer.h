@@ -37,20 +37,10 @@ static void remove_files(void)
         unlink(test_paths[i]);
 }
 
-/* Twice in a thousand runs, a test has ended with status 1 and an empty log: with this
- * line, the log tells exit(1) from _exit(1) and from the end of a sanitizer. */
-static void tell_status(int status, void *unused)
-{
-    (void)unused;
-    if (status != 0 && status != 77 && getpid() == test_pid)
-        fprintf(stderr, "exit(%d) was called\n", status);
-}
-
 /* Call this first in every main(). */
 static inline void begin(void)
 {
     test_pid = getpid();
-    on_exit(tell_status, NULL);
     atexit(remove_files);
     alarm(WATCHDOG_S);
 }

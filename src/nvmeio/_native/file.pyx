@@ -30,7 +30,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.errno cimport EINTR
+from libc.errno cimport EINTR, ENOSPC
 from libc.errno cimport errno as c_errno
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint32_t
@@ -484,7 +484,8 @@ cdef class File:
         Raises
         ------
         OSError
-            ENOSPC if the device has too little space, some of which may then be reserved;
+            ENOSPC if the device has too little space: then nothing is reserved, or a part
+            if others took the space meanwhile;
             EOPNOTSUPP if the file system cannot reserve space.
 
         Examples
@@ -710,9 +711,25 @@ cdef object cut(File file, Turn *turn, object size):
     return c_size
 
 
+cdef bint has_room(int descriptor, object size) except -1:
+    """Return whether the file system may have room for the first `size` bytes of a file."""
+    try:
+        space, status = os.fstatvfs(descriptor), os.fstat(descriptor)
+    except OSError:
+        return True
+    free = space.f_bfree if os.geteuid() == 0 else space.f_bavail
+    # Some servers report no sizes, and a device is not on the file system of its node.
+    if not space.f_blocks or not stat.S_ISREG(status.st_mode):
+        return True
+    return size - status.st_blocks * 512 <= free * space.f_frsize
+
+
 cdef object reserve(File file, Turn *turn, object size):
     """Reserve space for the first `size` bytes of the file."""
     cdef int64_t c_size = size
+    # fallocate(2) would take all that there is, which other programs miss meanwhile.
+    if c_size and not has_room(turn.descriptor, size):
+        check(-ENOSPC, file.path)
     cdef int error = EINTR if c_size else 0
     while error == EINTR:
         PyErr_CheckSignals()
