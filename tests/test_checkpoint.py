@@ -1163,7 +1163,7 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
     """The error has the needed and the free bytes, and nothing is left behind."""
     checkpointer.save(1, state_of(1))
     space = os.statvfs(root)
-    free = space.f_bavail * space.f_frsize
+    free = space.f_bfree * space.f_frsize
     # Not one block was written.
     with open(root.parent / "huge", "wb") as file:
         file.truncate(free + (1 << 33))

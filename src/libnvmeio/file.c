@@ -47,7 +47,7 @@ struct cachestat_result {
 #define COMPARE_BYTES (256u << 10)
 
 /* Freeing as many bytes of a file takes milliseconds. */
-#define FREED_AT_ONCE_BYTES ((blkcnt_t)64 << 20)
+#define FREED_AT_ONCE_BYTES (INT64_C(64) << 20)
 
 /* The flags that a reopened descriptor shares with the first. O_SYNC includes O_DSYNC,
  * and callers that asked for either rely on it. */
@@ -223,6 +223,7 @@ static int describe(struct nvmeio_file *file, const struct statx *status, int fl
         file->info.device = makedev(status->stx_dev_major, status->stx_dev_minor);
         file->info.inode = status->stx_ino;
         file->size_seen = (int64_t)status->stx_size;
+        file->bytes_max = file->size_seen;
         describe_system(file);
     } else {
         error = S_ISDIR(status->stx_mode) ? -EISDIR : -EINVAL;
@@ -557,6 +558,9 @@ bool nvmeio_file_is_slow_to_close(const struct nvmeio_file *file)
 
     if (!file->local)
         return true;
+    if (atomic_load_explicit(&file->bytes_max, memory_order_relaxed) <=
+        FREED_AT_ONCE_BYTES)
+        return false;
     return fstat(nvmeio_file_any_fd(file), &status) == 0 && status.st_nlink == 0 &&
            status.st_blocks > FREED_AT_ONCE_BYTES / 512;
 }
@@ -670,6 +674,12 @@ int64_t nvmeio_file_size(const struct nvmeio_file *file)
     if (fstat(nvmeio_file_any_fd(file), &status))
         return nvmeio_error_reported(-errno);
     return status.st_size;
+}
+
+void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end)
+{
+    if (end > atomic_load_explicit(&file->bytes_max, memory_order_relaxed))
+        atomic_store_explicit(&file->bytes_max, end, memory_order_relaxed);
 }
 
 int64_t nvmeio_file_size_for_read(struct nvmeio_file *file, int64_t end)

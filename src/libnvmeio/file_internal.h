@@ -41,6 +41,8 @@ struct nvmeio_file {
 
     /* The size when it was last looked up. Relaxed: it is only a hint. */
     _Atomic int64_t size_seen;
+    /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
+    _Atomic int64_t bytes_max;
 
     /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
      * O_DIRECT had to be given up. From then on the file uses the page cache. Relaxed:
@@ -75,6 +77,9 @@ bool nvmeio_file_try_buffered(struct nvmeio_file *file);
 /* The size of the file, or -errno; for a read up to `end`, one that was seen before is
  * enough. If the file has become shorter since, the read meets its end. */
 int64_t nvmeio_file_size_for_read(struct nvmeio_file *file, int64_t end);
+
+/* Note that a write ends there. */
+void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end);
 
 /* Set all fields of a geometry except `bounce`, which is the handle's. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,

@@ -8,7 +8,7 @@
 #include "file_internal.h"
 #include "request_internal.h"
 
-/* Look up the size of a file once for neighbouring transfers, which mostly use the same
+/* Look up the size of a file once for neighbouring writes, which mostly go to the same
  * one. */
 static void many_plan(struct nvmeio_request *request)
 {
@@ -17,7 +17,7 @@ static void many_plan(struct nvmeio_request *request)
     int64_t size = 0;
 
     for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
-        if (part->op == NVMEIO_OP_FSYNC) {
+        if (part->op != NVMEIO_OP_WRITE) {
             part->ops->plan(part);
             continue;
         }

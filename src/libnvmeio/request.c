@@ -41,6 +41,7 @@ void nvmeio_request_init(struct nvmeio_request *request,
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
                              int64_t end)
 {
+    nvmeio_file_note_end(request->file, end);
     /* If the size is not known (-errno), the write may extend the file. */
     if (end > file_size)
         request->ordered_from = file_size < 0 ? 0 : file_size;
