@@ -121,6 +121,7 @@ static int look_at(int fd, struct statx *status)
         .stx_mode = (uint16_t)plain.st_mode,
         .stx_uid = plain.st_uid,
         .stx_ino = plain.st_ino,
+        .stx_size = (uint64_t)plain.st_size,
         .stx_dev_major = major(plain.st_dev),
         .stx_dev_minor = minor(plain.st_dev),
         .stx_rdev_major = major(plain.st_rdev),

@@ -693,7 +693,11 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
 void nvmeio_queue_continue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     bool settling = nvmeio_request_is_settling(request);
+    int cancelling;
 
+    /* Otherwise pthread_cancel(3) could end a caller here, and the request would never
+     * be done. */
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     if (settling)
         settle(request);
     else
@@ -706,6 +710,7 @@ void nvmeio_queue_continue(struct nvmeio_queue *queue, struct nvmeio_request *re
         nvmeio_queue_begin(queue, request);
     }
     nvmeio_queue_unlock(queue);
+    pthread_setcancelstate(cancelling, NULL);
 }
 
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,

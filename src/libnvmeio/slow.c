@@ -27,7 +27,7 @@ struct lane {
 };
 
 /* The mutex guards the lanes: of requests with many records or parts; and, elsewhere
- * than on local file systems, of those to be planned and of those to be settled. */
+ * than on local file systems, of those to be settled and of those to be planned. */
 static pthread_mutex_t lanes_mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct lane lanes[3];
 
