@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import sys
 import time
 import traceback
 from collections import Counter
@@ -229,8 +230,8 @@ def cancelled(request):
 SLOW = {"block_size": 1, "queue_depth": 1}
 
 
-def in_child(function, *args):
-    """Run a function in a forked child, and return the number of its process."""
+def fork(function, *args):
+    """Fork a child that calls a function and ends; return the child's process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -240,5 +241,6 @@ def in_child(function, *args):
         except BaseException:
             traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(status)
     return child

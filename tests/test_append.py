@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 
 import nvmeio
 from array_samples import DTYPES, noise, numbers, write_npy
-from helpers import MIB, PAGE, in_child, left_open, limit
+from helpers import MIB, PAGE, fork, left_open, limit
 from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
@@ -366,7 +366,7 @@ def append_and_die(path, rows, when):
 def test_a_killed_process_leaves_all_rows_or_none(path, when):
     expected, rows = numbers((10, 3)), -1 - numbers((100_000, 3))
     write_npy(path, expected)
-    child = in_child(append_and_die, path, rows, when)
+    child = fork(append_and_die, path, rows, when)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     if "behind" in when:
         expected = np.concatenate([expected, rows])
@@ -416,7 +416,7 @@ class TestOthers:
                 for number in range(counts["appends"]):
                     array.append(np.full((1 + number % 7, 5), process * 1000 + number))
 
-        children = [in_child(append, process) for process in range(counts["processes"])]
+        children = [fork(append, process) for process in range(counts["processes"])]
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
         with ArrayFile(path, **options) as array:
             found = array[...]
@@ -455,7 +455,7 @@ class TestOthers:
         children, register = [], locks.in_child_close
 
         def forking(lock):
-            children.append(in_child(os.read, read_end, 1))
+            children.append(fork(os.read, read_end, 1))
             register(lock)
 
         with ArrayFile.create(path, (0, PAGE), "u1") as array:
@@ -518,7 +518,7 @@ class TestOthers:
 
         class Forking(Handle):
             def write(self, buffer, file, offset=0):
-                children.append(in_child(os.read, read_end, 1))
+                children.append(fork(os.read, read_end, 1))
                 return super().write(buffer, file, offset)
 
         ArrayFile.create(path, (0, PAGE), "u1").close()

@@ -25,7 +25,7 @@ from helpers import (
     PAGE,
     SLOW,
     drop,
-    in_child,
+    fork,
     left_open,
     limit,
     need_direct,
@@ -812,7 +812,7 @@ class TestSharing:
         expected, path = saved
         with ArrayFile(path) as array:
             assert_same(array[3], expected[3])
-            child = in_child(lambda: assert_same(array[:], expected))
+            child = fork(lambda: assert_same(array[:], expected))
             assert_same(array[[5, 9]], expected[[5, 9]])
             assert os.waitpid(child, 0)[1] == 0
 

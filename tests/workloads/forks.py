@@ -4,13 +4,11 @@ import functools
 import gc
 import multiprocessing
 import os
-import sys
 import threading
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import nvmeio
-from helpers import Guarded, pattern
+from helpers import Guarded, fork, pattern
 from workloads.common import (
     Faults,
     errors_of,
@@ -20,22 +18,6 @@ from workloads.common import (
     report,
     write_checked,
 )
-
-
-def fork(function, *args):
-    """Fork a child that calls a function and ends; return the child's process id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        function(*args)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def join(child):
