@@ -502,6 +502,8 @@ class TestDescriptors:
         folders = [folder / name for name in ("first", "second")]
         for one in folders:
             one.mkdir()
+        # Those of earlier tests must not be closed meanwhile.
+        gc.collect()
         before = eventfds()
 
         async def listed(requests):
