@@ -36,6 +36,7 @@ from helpers import (
 )
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
+from nvmeio._arrays import creating, transfers
 
 # The size of a worker's bounce: NVMEIO_BOUNCE_BYTES.
 BOUNCE_BYTES = 256 << 10
@@ -273,7 +274,7 @@ class TestRows:
             raise MemoryError("no memory for the result")
 
         with ArrayFile(saved[1]) as array:
-            monkeypatch.setattr(nvmeio.arrays, "memcpy", fail)
+            monkeypatch.setattr(transfers, "memcpy", fail)
             request = array.prefetch(np.s_[0, 0, ::2])
             for _ in range(2):
                 with pytest.raises(MemoryError, match="for the result"):
@@ -587,7 +588,7 @@ class TestCreating:
         path.write_bytes(pattern(size))
         with monkeypatch.context() as patch:
             patch.setattr(
-                nvmeio.arrays, "_opened_anew", lambda path, overwrite: Failing(path, "r+")
+                creating, "opened_anew", lambda path, overwrite: Failing(path, "r+")
             )
             with pytest.raises(OSError, match="Input/output error"):
                 ArrayFile.create(path, (3000,), "f4", overwrite=True)

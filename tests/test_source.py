@@ -27,7 +27,7 @@ FOLDERS = {
     "_memory": {"_arguments", "_events"},
     "_config": {"_arguments", "_files", "_native.settings"},
     "_native": {"_libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},
-    "_arrays": {"_arguments", "_memory", "_native"},
+    "_arrays": {"_arguments", "_files", "_memory", "_native"},
     "deepspeed": {"_libnvmeio", "_arguments", "_config", "_files", "_native"},
     "": {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),

@@ -5,44 +5,25 @@ This module turns them into reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
-import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, word
 from nvmeio._arguments.types import Path
-from nvmeio._arrays.elements import Elements, bytes_of, element_of
-from nvmeio._arrays.indexing import (
-    Selection,
-    last_of_each,
-    select,
-    select_rows,
-    select_windows,
-    strides_of,
-)
-from nvmeio._arrays.npy_header import (
-    Layout,
-    check_extents,
-    check_size,
-    has_magic,
-    header_of,
-    read_layout,
-    replace_shape,
-)
+from nvmeio._arrays.appending import append
+from nvmeio._arrays.creating import create_file
+from nvmeio._arrays.elements import element_of
+from nvmeio._arrays.indexing import select, select_rows, select_windows, strides_of
 from nvmeio._arrays.operators import Unread
-from nvmeio._files.descriptors import opened
-from nvmeio._files.locks import FileLock, locked_for_reading
-from nvmeio._files.paths import absolute, naming, synced_folder
-from nvmeio._memory.registry import library_of, library_of_dtype
-from nvmeio._native.buffer import borrow
-from nvmeio._native.copy import memcpy
+from nvmeio._arrays.stored import StoredArray
+from nvmeio._arrays.transfers import Transfer, gathering, names_fields, reading, storing
+from nvmeio._files.paths import absolute, synced_folder
+from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.file import File
 from nvmeio._native.gather import Deferred
 from nvmeio._native.handle import Handle
@@ -56,10 +37,6 @@ __all__ = ["ArrayFile"]
 
 Array = npt.NDArray[Any]
 
-# Runs whose average distance is at most this are read together with the gaps between them.
-# It is about the memory that a gather needs for each run, in arrays and in the engine.
-_SPACING_BYTES = 64
-
 # A single run up to this size is read in the calling thread, which costs less than
 # switching to a worker; workers share a larger one in blocks.
 _CALLER_BYTES_MAX = 1 << 20
@@ -71,18 +48,6 @@ _PART_BYTES = 4 << 20
 _DLPACK_CPU = 1
 
 After = Request | Iterable[Request] | None
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """Records of a file, and the memory to read them into or write them from."""
-
-    offsets: Any  # of the records, in bytes
-    nbytes: int  # of each
-    memory: Any
-    result: Any = None
-    # Makes the result once the memory is filled; None if it exists before.
-    make: Callable[[], Any] | None = None
 
 
 class ArrayFile(Unread):
@@ -161,75 +126,18 @@ class ArrayFile(Unread):
         handle: Handle | None = None,
     ) -> None:
         _check_handle(handle)
-        self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self._passed_handle = handle
         # The directory to sync, if create() made the file.
         self._created: str | None = None
-        self._is_raw = self._reaches_end = False
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
         # For pickling: valid in any working directory.
         self._absolute = absolute(path)
         try:
-            self._elements, layout = self._found(dtype)
+            self._stored = StoredArray(self._file, dtype, shape, offset)
         except BaseException:
             self._file.close()
             raise
-        self._dtype, self._shape, self._offset = layout.dtype, layout.shape, layout.offset
-
-    def _found(self, dtype: Any) -> tuple[Elements, Layout]:
-        """Return the file's elements and layout."""
-        if dtype is None:
-            layout = self._npy_layout()
-            return Elements(layout.dtype), layout
-        library = library_of_dtype(dtype)
-        elements = Elements(element_of(dtype), library, dtype if library else None)
-        offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
-        if offset or not has_magic(self._file):
-            self._is_raw = True
-            # An append in progress may have written a part of a row.
-            with naming(self.path), locked_for_reading(self._file):
-                layout = self._raw_layout(elements.dtype, offset)
-                self._reaches_end = self._file.size == offset + layout.nbytes
-            return elements, layout
-        layout = self._npy_layout()
-        if elements.dtype != layout.dtype:
-            raise ValueError(
-                f"{self.path!r} is a .npy file of dtype {layout.dtype}; the dtype passed "
-                f"is {elements.shown}.  To read it as raw bytes, pass the offset of its "
-                f"data, {layout.offset}"
-            )
-        return elements, layout
-
-    def _npy_layout(self) -> Layout:
-        """Read the header of a .npy file."""
-        for name, default in (("shape", None), ("offset", 0)):
-            value = self._arguments[name]
-            if value is not default and value != default:
-                raise ValueError(
-                    f"{name} is {value!r}; pass it for raw bytes only, with a dtype: a "
-                    ".npy file has it in its header"
-                )
-        if not has_magic(self._file):
-            raise ValueError(
-                f"{self.path!r} is not a .npy file; with dtype= it is read as raw bytes.  "
-                "Save an array that is inside an archive (.npz, .pt) by itself first"
-            )
-        layout = read_layout(self._file)
-        if layout.fortran:
-            raise ValueError(
-                f"{self.path!r} is in Fortran order, so its rows are not contiguous; read "
-                "all of it with nvmeio.load(), or nvmeio.save() it anew"
-            )
-        return layout
-
-    def _raw_layout(self, dtype: np.dtype[Any], offset: int) -> Layout:
-        """Make the layout of raw bytes from the arguments."""
-        shape = self._arguments["shape"]
-        extents = _raw_extents(self._file, dtype, offset, -1 if shape is None else shape)
-        layout = Layout(dtype, extents, offset)
-        check_size(self._file, layout)
-        return layout
 
     @classmethod
     def create(
@@ -295,37 +203,10 @@ class ArrayFile(Unread):
         array([[0, 0, 0],
                [1, 2, 3]])
         """
-        # Check everything before truncating a file.
         _check_handle(handle)
         path, overwrite, raw = path_of(path), flag("overwrite", overwrite), flag("raw", raw)
         element, extents = element_of(dtype), extents_of(shape)
-        header = b"" if raw else header_of(extents, element)
-        size = Layout(element, extents, len(header)).nbytes + len(header)
-        if size > 2**63 - 1:
-            raise ValueError(
-                f"an array of shape {extents} needs a file of {size} bytes, too many; the "
-                "limit is 2**63 - 1"
-            )
-        check_extents(extents, element)
-        with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
-            before, old = os.fstat(stream.fileno()).st_size, b""
-            try:
-                # Extend it first: if the file system refuses the size, nothing is lost.
-                stream.truncate(max(size, before))
-                old = os.pread(stream.fileno(), len(header), 0)
-                if stream.write(header) != len(header):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except BaseException:
-                if overwrite:
-                    # On a full drive, writing zeros to a hole may fail; it reads as zeros.
-                    with contextlib.suppress(OSError):
-                        os.pwrite(stream.fileno(), old, 0)
-                    os.ftruncate(stream.fileno(), before)
-                else:
-                    os.unlink(path)
-                raise
-            stream.truncate(len(header))
-            stream.truncate(size)
+        create_file(path, element, extents, raw=raw, overwrite=overwrite)
         tensors = library_of_dtype(dtype) is not None
         array = cls(
             path,
@@ -345,42 +226,42 @@ class ArrayFile(Unread):
     @property
     def shape(self) -> tuple[int, ...]:
         """The extent of each axis."""
-        return self._shape
+        return self._stored.layout.shape
 
     @property
     def dtype(self) -> Any:
         """The dtype of the elements: a torch dtype if that was passed, else numpy's."""
-        return self._elements.shown
+        return self._stored.elements.shown
 
     @property
     def ndim(self) -> int:
         """The number of axes."""
-        return len(self._shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self._shape)
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
         """The size of an element in bytes."""
-        return self._dtype.itemsize
+        return self._stored.layout.dtype.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
         """The distance in the file of neighbours along each axis, in bytes."""
-        return tuple(stride * self.itemsize for stride in strides_of(self._shape))
+        return tuple(stride * self.itemsize for stride in strides_of(self.shape))
 
     @property
     def offset(self) -> int:
         """The offset of the data in the file, in bytes."""
-        return self._offset
+        return self._stored.layout.offset
 
     @property
     def nbytes(self) -> int:
         """The size of the array in bytes, without the header."""
-        return Layout(self._dtype, self._shape, 0).nbytes
+        return self._stored.layout.nbytes
 
     @property
     def mode(self) -> str:
@@ -393,9 +274,9 @@ class ArrayFile(Unread):
         return self._file.closed
 
     def __len__(self) -> int:
-        if not self._shape:
+        if not self.shape:
             raise TypeError(f"{self.path!r}: an array without axes has no length")
-        return self._shape[0]
+        return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
         return self._read(self._reading(index, None))
@@ -412,7 +293,8 @@ class ArrayFile(Unread):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("copy is False, but reading an array on disk makes a copy")
-        if self._elements.library is not None and self._dtype.kind == "V":
+        elements = self._stored.elements
+        if elements.library is not None and elements.dtype.kind == "V":
             raise TypeError(f"numpy has no {self.dtype}; use array[...], which is a tensor")
         return np.asarray(self[...], dtype)
 
@@ -466,7 +348,8 @@ class ArrayFile(Unread):
                [ 9, 10, 11]])
         """
         self._check_open()
-        return self._read(self._gathering(select_rows(rows, self._axes()), out))
+        selection = select_rows(rows, self._axes())
+        return self._read(gathering(self._stored, selection, out))
 
     def windows(self, starts: Any, length: int, out: Any = None) -> Any:
         """Read windows: runs of neighbouring rows, for example of a file of tokens.
@@ -592,28 +475,11 @@ class ArrayFile(Unread):
     def _rows_to_append(self, values: Any) -> Array:
         """Convert values to rows of the array."""
         self._check_writable()
-        self._axes()
-        return self._elements.rows(values, self._shape)
+        return self._stored.elements.rows(values, self._axes())
 
     def _append_rows(self, rows: Array, *, waits: bool = True) -> bool:
         """Append rows; or return False if another has the lock, and this must not wait."""
-        with naming(self.path), FileLock(self._file) as lock:
-            if not lock.take(waits=waits):
-                return False
-            self._append_locked(rows, lock.descriptor)
-            return True
-
-    def _append_locked(self, rows: Array, descriptor: int) -> None:
-        """Append rows to the array that the file has now, while its lock is held."""
-        if self._is_raw and not self._can_grow:
-            why = "rows have no bytes" if self._reaches_end else "bytes follow the array"
-            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
-        layout = self._layout_now(descriptor)
-        if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
-            raise ValueError(f"{self.path!r} has another array behind this one")
-        if len(rows):
-            self._append(rows, layout, descriptor)
-        self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
+        return append(self._stored, rows, self._handle(), waits=waits)
 
     def refresh(self) -> None:
         """See the rows that others have appended since the file was opened.
@@ -644,20 +510,7 @@ class ArrayFile(Unread):
         ((4, 3), (6, 3))
         """
         self._check_open()
-        with (
-            naming(self.path),
-            locked_for_reading(self._file)
-            if self._is_raw
-            else opened(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY) as descriptor,
-        ):
-            self._take_shape(self._layout_now(descriptor).shape)
-
-    def _take_shape(self, shape: tuple[int, ...]) -> None:
-        """Set the shape that the file has now."""
-        self._shape = shape
-        if self._is_raw and self._reaches_end and shape:
-            # For pickling.
-            self._arguments["shape"] = (-1, *shape[1:])
+        self._stored.refresh()
 
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
         """Start reading the elements that an index selects.
@@ -870,13 +723,17 @@ class ArrayFile(Unread):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {**self._arguments, "mode": self.mode, "handle": self._passed_handle}
+        options = {
+            **self._stored.arguments,
+            "mode": self.mode,
+            "handle": self._passed_handle,
+        }
         return _restore, (type(self), self._absolute, options, self.closed)
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
         return (
-            f"<nvmeio.ArrayFile {self.path!r} shape={self._shape} dtype={self.dtype} "
+            f"<nvmeio.ArrayFile {self.path!r} shape={self.shape} dtype={self.dtype} "
             f"mode={self.mode!r}{state}>"
         )
 
@@ -891,122 +748,24 @@ class ArrayFile(Unread):
         """Return the handle to read and write with."""
         return default_handle() if self._passed_handle is None else self._passed_handle
 
-    def _names_fields(self, index: Any) -> bool:
-        """Return whether an index names fields of a structured dtype."""
-        names = index if isinstance(index, list) else [index]
-        return bool(
-            self._dtype.names and names and all(isinstance(name, str) for name in names)
-        )
-
     def _axes(self) -> tuple[int, ...]:
         """Return the shape; raise TypeError if there is no first axis."""
         len(self)
-        return self._shape
+        return self.shape
 
-    def _reading(self, index: Any, out: Any) -> _Transfer:
+    def _reading(self, index: Any, out: Any) -> Transfer:
         """Return the transfer that reads the elements of an index."""
         self._check_open()
-        if self._names_fields(index):
-            return self._field_reading(index, out)
-        selection = select(index, self._shape)
-        item, count = self._dtype.itemsize, selection.count
-        if count < 2 or selection.run == 0:
-            return self._gathering(selection, out)
-        low, high = selection.hull()
-        if (high - low) * item > _SPACING_BYTES * count:
-            return self._gathering(selection, out)
-        hull: Array = np.empty(high - low, self._dtype)
-        target, result = self._target(selection.shape, self._dtype, out)
+        return reading(self._stored, index, out)
 
-        def make() -> Any:
-            _copy(target, selection.taken_of(hull, low))
-            return result
-
-        offsets = [self._offset + low * item]
-        return _Transfer(offsets, hull.nbytes, bytes_of(hull), make=make)
-
-    def _gathering(self, selection: Selection, out: Any) -> _Transfer:
-        """Return the transfer that reads the selected elements without gaps."""
-        target, result = self._target(selection.shape, self._dtype, out)
-        offsets, nbytes = self._records(selection)
-        if selection.scalar and out is None and self._elements.library is None:
-            return _Transfer(offsets, nbytes, target, make=partial(result.__getitem__, ()))
-        return _Transfer(offsets, nbytes, target, result)
-
-    def _records(self, selection: Selection) -> tuple[Any, int]:
-        """Return the offsets in the file of a selection's runs, and their size."""
-        item = self._dtype.itemsize
-        if selection.run == 0:
-            return [], 0
-        return self._offset + selection.starts() * item, selection.run * item
-
-    def _layout_now(self, descriptor: int) -> Layout:
-        """Return the current layout of the file: another process may have appended."""
-        if os.fstat(descriptor).st_nlink == 0:
-            words = "the file was replaced or removed since it was opened"
-            raise OSError(errno.ESTALE, words)
-        if not self._is_raw:
-            layout = read_layout(self._file, descriptor)
-        elif self._can_grow:
-            shape = (-1, *self._shape[1:])
-            extents = _raw_extents(self._file, self._dtype, self._offset, shape)
-            layout = Layout(self._dtype, extents, self._offset)
-        else:
-            layout = Layout(self._dtype, self._shape, self._offset)
-        same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
-        if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
-            raise ValueError(
-                f"{self.path!r} now has another array, of shape {layout.shape} and dtype "
-                f"{layout.dtype}; open it again"
-            )
-        return layout
-
-    @property
-    def _can_grow(self) -> bool:
-        """Whether the size of a file of raw bytes says how many rows it has."""
-        return bool(self._shape and self._row_bytes and self._reaches_end)
-
-    def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
-        """Write rows at the end of the array, and then the header."""
-        shape = (layout.shape[0] + len(rows), *layout.shape[1:])
-        old = os.pread(descriptor, 0 if self._is_raw else layout.offset, 0)
-        new = old and replace_shape(self.path, old, shape, layout.dtype)
-        end, handle = layout.offset + layout.nbytes, self._handle()
-        # Remove what a killed append has left.
-        if os.fstat(descriptor).st_size > end:
-            os.ftruncate(descriptor, end)
-        try:
-            if rows.nbytes:
-                handle.write(bytes_of(rows), self._file, end)
-            if new != old:
-                handle.fsync(self._file, data_only=True)
-                _write_changes(descriptor, old, new)
-        except BaseException:
-            # Keep the rows if the header was written before the interruption.
-            if os.pread(descriptor, len(old), 0) == old:
-                os.ftruncate(descriptor, end)
-            raise
-
-    def _field_reading(self, index: Any, out: Any) -> _Transfer:
-        """Return the transfer that reads all records, and takes fields of them."""
-        records: Array = np.empty(self._shape, self._dtype)
-        part = records[index]
-        target, result = self._target(part.shape, part.dtype, out)
-
-        def make() -> Any:
-            _copy(target, np.ascontiguousarray(part))
-            return result
-
-        offsets = [self._offset] if records.nbytes else []
-        return _Transfer(offsets, records.nbytes, bytes_of(records), make=make)
-
-    def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
+    def _windowing(self, starts: Any, length: int, out: Any) -> Transfer:
         """Return the transfer that reads windows."""
         self._check_open()
         length = whole("length", length, 0, len(self))
-        return self._gathering(select_windows(starts, length, self._shape), out)
+        selection = select_windows(starts, length, self.shape)
+        return gathering(self._stored, selection, out)
 
-    def _read(self, transfer: _Transfer) -> Any:
+    def _read(self, transfer: Transfer) -> Any:
         """Read, and return the result."""
         offsets, handle = transfer.offsets, self._handle()
         if len(offsets) == 1 and transfer.nbytes > _CALLER_BYTES_MAX:
@@ -1015,7 +774,7 @@ class ArrayFile(Unread):
             handle.gather(self._file, offsets, transfer.nbytes, transfer.memory)
         return transfer.result if transfer.make is None else transfer.make()
 
-    def _begin(self, transfer: _Transfer, after: After) -> Request:
+    def _begin(self, transfer: Transfer, after: After) -> Request:
         """Start reading."""
         make = transfer.make
         return self._handle().submit_gather(
@@ -1033,30 +792,19 @@ class ArrayFile(Unread):
         if self.mode == "r":
             raise ValueError(f"{self.path!r} is open read-only; open it with mode='r+'")
 
-    def _writing(self, index: Any, value: Any) -> _Transfer:
+    def _writing(self, index: Any, value: Any) -> Transfer:
         """Return the transfer that assigns a value."""
         self._check_writable()
-        if self._names_fields(index):
+        if names_fields(self._stored, index):
             raise IndexError(f"the index is {index!r}; assign whole records")
-        return self._storing(select(index, self._shape), value)
+        return storing(self._stored, select(index, self.shape), value)
 
-    def _scattering(self, rows: Any, values: Any) -> _Transfer:
+    def _scattering(self, rows: Any, values: Any) -> Transfer:
         """Return the transfer that writes rows."""
         self._check_writable()
-        return self._storing(select_rows(rows, self._axes()), values)
+        return storing(self._stored, select_rows(rows, self._axes()), values)
 
-    def _storing(self, selection: Selection, value: Any) -> _Transfer:
-        """Return the transfer that writes the selected elements."""
-        array = self._elements.spread(value, selection.shape)
-        offsets, nbytes = self._records(selection)
-        if selection.repeats and len(offsets):
-            last = last_of_each(offsets)
-            if len(last) < len(offsets):
-                array = array.reshape(len(offsets), -1)[last]
-                offsets = offsets[last]
-        return _Transfer(offsets, nbytes, bytes_of(array))
-
-    def _write(self, transfer: _Transfer) -> None:
+    def _write(self, transfer: Transfer) -> None:
         """Write, and return when the bytes can be read back."""
         offsets, handle = transfer.offsets, self._handle()
         if len(offsets) == 1:
@@ -1064,7 +812,7 @@ class ArrayFile(Unread):
         elif len(offsets):
             handle.scatter(self._file, offsets, transfer.nbytes, transfer.memory)
 
-    def _begin_writing(self, transfer: _Transfer, after: After) -> Request[int]:
+    def _begin_writing(self, transfer: Transfer, after: After) -> Request[int]:
         """Start writing."""
         return self._handle().submit_scatter(
             self._file, transfer.offsets, transfer.nbytes, transfer.memory, after=after
@@ -1073,50 +821,7 @@ class ArrayFile(Unread):
     @property
     def _row_bytes(self) -> int:
         """The size of a row."""
-        return math.prod(self._shape[1:]) * self._dtype.itemsize
-
-    def _target(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], out: Any
-    ) -> tuple[Any, Any]:
-        """Return the memory to fill, and the result that shares it."""
-        if out is None:
-            array: Array = np.empty(shape, dtype)
-            return bytes_of(array), self._elements.to_result(array)
-        library = library_of(out)
-        if library is not None:
-            same = out.dtype == self._elements.tensor_dtype
-            if self._elements.library is None:
-                same = library.carrier(out.dtype) == dtype
-        elif isinstance(out, np.ndarray):
-            same = out.dtype == dtype
-        else:
-            raise TypeError(
-                f"out is of type {type(out).__qualname__}; it must be an array or a tensor"
-            )
-        if not same:
-            wanted = dtype if self._elements.library is None else self.dtype
-            raise TypeError(f"out is of dtype {out.dtype}; it must be of {wanted}")
-        nbytes = math.prod(shape) * dtype.itemsize
-        try:
-            found = out.nbytes
-        except RuntimeError:
-            # Raises a precise error, for example for a sparse tensor.
-            borrow(out, writable=True)
-            raise
-        if found != nbytes:
-            raise ValueError(
-                f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
-            )
-        return out if library else bytes_of(out), out
-
-
-def _copy(target: Any, array: Array) -> None:
-    """Copy an array to the memory from ``_target``: bytes, or a tensor."""
-    library = library_of(target)
-    if library is None:
-        memcpy(target, bytes_of(array))
-    else:
-        memcpy(target, library.to_tensor(np.ascontiguousarray(array), target.dtype))
+        return self._stored.row_bytes
 
 
 def _check_handle(handle: Any) -> None:
@@ -1125,49 +830,6 @@ def _check_handle(handle: Any) -> None:
         raise TypeError(
             f"handle is of type {type(handle).__qualname__}; it must be a Handle"
         )
-
-
-def _raw_extents(
-    file: File, dtype: np.dtype[Any], offset: int, shape: Shape
-) -> tuple[int, ...]:
-    """Return the shape of raw bytes; replace an extent of -1 by the file's size."""
-    axes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
-    unknown = [place for place, extent in enumerate(axes) if extent == -1]
-    if not unknown:
-        return extents_of(axes)
-    known = extents_of([extent for extent in axes if extent != -1])
-    row_bytes, size = math.prod(known) * dtype.itemsize, file.size
-    if len(unknown) > 1 or row_bytes == 0:
-        raise ValueError(
-            f"the shape is {tuple(axes)} with elements of {dtype.itemsize} bytes; only one "
-            "extent may be -1, and the others and the elements must not be of size 0"
-        )
-    if offset > size or (size - offset) % row_bytes:
-        raise ValueError(
-            f"{file.path!r} has {size} bytes; those after offset {offset} must be a "
-            f"multiple of {row_bytes}, for the shape {tuple(axes)} and the dtype {dtype}"
-        )
-    axes[unknown[0]] = (size - offset) // row_bytes
-    return extents_of(axes)
-
-
-def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
-    """Write the bytes of a header that differ, in one write so that it is never torn."""
-    places = [place for place in range(len(new)) if old[place] != new[place]]
-    begin, end = places[0], places[-1] + 1
-    while begin < end:
-        begin += os.pwrite(descriptor, new[begin:end], begin)
-
-
-def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
-    """Create a file, or open one that ``overwrite`` permits the caller to truncate."""
-    flags = os.O_RDWR | os.O_CREAT | (0 if overwrite else os.O_EXCL)
-    try:
-        # Without a buffer, which close() would write out after an error, too.
-        return open(path, "r+b", 0, opener=lambda name, _: os.open(name, flags, 0o666))
-    except FileExistsError as error:
-        words = f"{error.strerror}; overwrite=True replaces its contents"
-        raise FileExistsError(error.errno, words, path) from None
 
 
 def _restore(

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from nvmeio._arguments.checks import extents_of
+from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 
 __all__ = [
@@ -44,6 +45,9 @@ _HEADER_BYTES_MAX = 10_000
 # For each version of the format: the width of the header's length in bytes, the header's
 # encoding, and the most bytes that this uses for a character.
 _VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
+
+# The most bytes from the beginning of a file to the end of its header.
+_HEAD_BYTES_MAX = 12 + 4 * _HEADER_BYTES_MAX
 
 # In CPython up to 3.11 all threads share the counter of ast's recursion depth
 # (python/cpython#106905).  So ast.literal_eval() may raise SystemError if two threads call
@@ -84,36 +88,33 @@ def has_magic(file: File, offset: int = 0) -> bool:
     return os.pread(file.fileno(), len(magic), offset) == magic
 
 
-def read_layout(file: File, descriptor: int | None = None) -> Layout:
-    """Read the header of a .npy file.  Nobody else may move the descriptor's position."""
-    number = file.fileno() if descriptor is None else descriptor
-    with open(number, "rb", closefd=False) as stream:
-        stream.seek(0)
-        try:
-            shape, fortran, dtype = _read_header(stream)
-            extents = extents_of(shape)
-            check_element(dtype)
-            check_extents(extents, dtype)
-        except _MALFORMED as error:
-            stream.seek(0)
-            if stream.read(4) == b"PK\3\4":
-                raise ValueError(
-                    f"{file.path!r} is a zip archive, as .npz and .pt files are: "
-                    "numpy.load() or torch.load() reads it"
-                ) from None
-            raise ValueError(f"{file.path!r} is not a .npy file: {error}") from error
-        offset = stream.tell()
+def read_layout(file: File) -> Layout:
+    """Read the header of a .npy file."""
+    with naming(file.path), open(f"/proc/self/fd/{file.fileno()}", "rb") as stream:
+        head, size = io.BytesIO(stream.read(_HEAD_BYTES_MAX)), file.size
+    try:
+        shape, fortran, dtype = _read_header(head)
+        extents = extents_of(shape)
+        check_element(dtype)
+        check_extents(extents, dtype)
+    except _MALFORMED as error:
+        if head.getvalue().startswith(b"PK\3\4"):
+            raise ValueError(
+                f"{file.path!r} is a zip archive, as .npz and .pt files are: "
+                "numpy.load() or torch.load() reads it"
+            ) from None
+        raise ValueError(f"{file.path!r} is not a .npy file: {error}") from error
     if dtype.hasobject:
         raise ValueError(
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
             "any code, so it is left to numpy.load(allow_pickle=True)"
         )
-    layout = Layout(dtype, extents, offset, fortran)
-    check_size(file, layout)
+    layout = Layout(dtype, extents, head.tell(), fortran)
+    check_size(file.path, size, layout)
     return layout
 
 
-def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read the header; the stream is then at the beginning of the data."""
     version = npy.read_magic(stream)
     if version not in _VERSIONS:
@@ -193,12 +194,12 @@ def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
             yield from _parts(dtype[name].base)
 
 
-def check_size(file: File, layout: Layout) -> None:
+def check_size(path: str | bytes, size: int, layout: Layout) -> None:
     """Raise ValueError if a file ends before its array does."""
-    needed, size = layout.offset + layout.nbytes, file.size
+    needed = layout.offset + layout.nbytes
     if needed > size:
         raise ValueError(
-            f"{file.path!r} has {size} bytes; an array of shape {layout.shape} and dtype "
+            f"{path!r} has {size} bytes; an array of shape {layout.shape} and dtype "
             f"{layout.dtype} at offset {layout.offset} ends at {needed}"
         )
 

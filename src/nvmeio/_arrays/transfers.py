@@ -1,0 +1,161 @@
+"""Transfers of an array's elements: records of its file, and memory for them.
+
+indexing.py finds the elements that an index selects.  This module allocates the memory or
+takes the caller's, and ArrayFile starts the transfers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arrays.elements import Elements, bytes_of
+from nvmeio._arrays.indexing import Selection, last_of_each, select
+from nvmeio._arrays.stored import StoredArray
+from nvmeio._memory.registry import library_of
+from nvmeio._native.buffer import borrow
+from nvmeio._native.copy import memcpy
+
+__all__ = ["Transfer", "gathering", "names_fields", "reading", "storing"]
+
+Array = npt.NDArray[Any]
+
+# Runs whose average distance is at most this are read together with the gaps between them.
+# It is about the memory that a gather needs for each run, in arrays and in the engine.
+_SPACING_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Records of a file, and the memory to read them into or write them from."""
+
+    offsets: Any  # of the records, in bytes
+    nbytes: int  # of each
+    memory: Any
+    result: Any = None
+    # Makes the result once the memory is filled; None if it exists before.
+    make: Callable[[], Any] | None = None
+
+
+def names_fields(array: StoredArray, index: Any) -> bool:
+    """Return whether an index names fields of a structured dtype."""
+    names = index if isinstance(index, list) else [index]
+    return bool(
+        array.elements.dtype.names
+        and names
+        and all(isinstance(name, str) for name in names)
+    )
+
+
+def reading(array: StoredArray, index: Any, out: Any) -> Transfer:
+    """Return the transfer that reads the elements of an index."""
+    layout = array.layout
+    if names_fields(array, index):
+        records: Array = np.empty(layout.shape, layout.dtype)
+        part = records[index]
+        take = partial(np.ascontiguousarray, part)
+        return _staged(array, records, layout.offset, take, part.shape, part.dtype, out)
+    selection = select(index, layout.shape)
+    item, count = layout.dtype.itemsize, selection.count
+    if count < 2 or selection.run == 0:
+        return gathering(array, selection, out)
+    low, high = selection.hull()
+    if (high - low) * item > _SPACING_BYTES * count:
+        return gathering(array, selection, out)
+    hull: Array = np.empty(high - low, layout.dtype)
+    take = partial(selection.taken_of, hull, low)
+    offset = layout.offset + low * item
+    return _staged(array, hull, offset, take, selection.shape, layout.dtype, out)
+
+
+def _staged(
+    array: StoredArray,
+    staging: Array,
+    offset: int,
+    take: Callable[[], Array],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    out: Any,
+) -> Transfer:
+    """Return the transfer that fills a staging array, from which the result is taken."""
+    target, result = _target(array.elements, shape, dtype, out)
+
+    def make() -> Any:
+        library, taken = library_of(target), take()
+        if library is None:
+            memcpy(target, bytes_of(taken))
+        else:
+            memcpy(target, library.to_tensor(taken, target.dtype))
+        return result
+
+    offsets = [offset] if staging.nbytes else []
+    return Transfer(offsets, staging.nbytes, bytes_of(staging), make=make)
+
+
+def gathering(array: StoredArray, selection: Selection, out: Any) -> Transfer:
+    """Return the transfer that reads the selected elements without gaps."""
+    elements = array.elements
+    target, result = _target(elements, selection.shape, elements.dtype, out)
+    offsets, nbytes = _records(array, selection)
+    if selection.scalar and out is None and elements.library is None:
+        return Transfer(offsets, nbytes, target, make=partial(result.__getitem__, ()))
+    return Transfer(offsets, nbytes, target, result)
+
+
+def storing(array: StoredArray, selection: Selection, value: Any) -> Transfer:
+    """Return the transfer that writes the selected elements."""
+    values = array.elements.spread(value, selection.shape)
+    offsets, nbytes = _records(array, selection)
+    if selection.repeats and len(offsets):
+        last = last_of_each(offsets)
+        if len(last) < len(offsets):
+            values = values.reshape(len(offsets), -1)[last]
+            offsets = offsets[last]
+    return Transfer(offsets, nbytes, bytes_of(values))
+
+
+def _records(array: StoredArray, selection: Selection) -> tuple[Any, int]:
+    """Return the offsets in the file of a selection's runs, and their size."""
+    item = array.elements.dtype.itemsize
+    if selection.run == 0:
+        return [], 0
+    return array.layout.offset + selection.starts() * item, selection.run * item
+
+
+def _target(
+    elements: Elements, shape: tuple[int, ...], dtype: np.dtype[Any], out: Any
+) -> tuple[Any, Any]:
+    """Return the memory to fill, and the result that shares it."""
+    if out is None:
+        array: Array = np.empty(shape, dtype)
+        return bytes_of(array), elements.to_result(array)
+    library = library_of(out)
+    if library is not None:
+        same = out.dtype == elements.tensor_dtype
+        if elements.library is None:
+            same = library.carrier(out.dtype) == dtype
+    elif isinstance(out, np.ndarray):
+        same = out.dtype == dtype
+    else:
+        raise TypeError(
+            f"out is of type {type(out).__qualname__}; it must be an array or a tensor"
+        )
+    if not same:
+        wanted = dtype if elements.library is None else elements.shown
+        raise TypeError(f"out is of dtype {out.dtype}; it must be of {wanted}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        found = out.nbytes
+    except RuntimeError:
+        # Raises a precise error, for example for a sparse tensor.
+        borrow(out, writable=True)
+        raise
+    if found != nbytes:
+        raise ValueError(
+            f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
+        )
+    return out if library else bytes_of(out), out
