@@ -2,10 +2,13 @@
 
 import errno
 import fcntl
+import io
+import itertools
 import os
 import pickle
 import resource
 import signal
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +22,8 @@ from helpers import MIB, PAGE, fork, left_open, limit
 from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
+from nvmeio._arrays import creating
+from nvmeio._arrays.stored import StoredArray
 from nvmeio._files import locks
 
 # A handle with its own write() simulates a drive that fails.
@@ -314,6 +319,23 @@ class TestErrors:
             array.append(rows)
         assert_same(np.load(path), np.concatenate([expected, rows]))
 
+    def test_a_header_that_fails_half_written_is_undone(self, saved, monkeypatch):
+        _, path = saved
+        before, write, calls = path.read_bytes(), os.pwrite, itertools.count()
+
+        def failing(descriptor, data, offset):
+            number = next(calls)
+            if number == 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return write(descriptor, data[:1] if number == 0 else data, offset)
+
+        with ArrayFile(path, mode="r+") as array:
+            monkeypatch.setattr(os, "pwrite", failing)
+            with pytest.raises(OSError, match="Input/output error"):
+                array.append(numbers((190, 3)))
+            assert path.read_bytes() == before
+            assert array.shape == (10, 3)
+
     def test_an_interruption_after_the_header_keeps_the_rows(self, saved, monkeypatch):
         expected, path = saved
         write = os.pwrite
@@ -326,6 +348,7 @@ class TestErrors:
             monkeypatch.setattr(os, "pwrite", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 array.append(expected)
+            assert array.shape == (20, 3)
         assert_same(np.load(path), np.concatenate([expected, expected]))
 
 
@@ -404,6 +427,20 @@ def test_the_rows_are_synced_before_the_header_names_them(path, monkeypatch):
     assert events == ["rows", "sync", "shape"]
 
 
+def refreshed(_, array):
+    array.refresh()
+    return array.shape
+
+
+# Ways to learn the shape of an array in a .npy file.
+READERS = {
+    "open": lambda path, _: ArrayFile(path).shape,
+    "with a dtype": lambda path, _: ArrayFile(path, dtype="f4").shape,
+    "load": lambda path, _: nvmeio.load(path).shape,
+    "refresh": refreshed,
+}
+
+
 class TestOthers:
     @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
     def test_no_row_of_several_processes_is_lost(self, path, raw):
@@ -470,6 +507,100 @@ class TestOthers:
         assert [os.waitpid(child, 0)[1] for child in children] == [0]
         os.close(read_end)
         os.close(write_end)
+
+    @pytest.mark.parametrize("way", READERS)
+    @pytest.mark.parametrize("writer", ["append", "create"])
+    def test_no_reader_sees_half_of_a_header(self, path, monkeypatch, writer, way):
+        """The writer is held still when it has made "(199," of "(999,"."""
+        torn, waits = threading.Event(), threading.Event()
+        pwrite, fcntl_call = os.pwrite, fcntl.fcntl
+
+        def halfway(descriptor, data, offset):
+            half = data.index(b"1009") + 1
+            pwrite(descriptor, data[:half], offset)
+            torn.set()
+            assert waits.wait(30)
+            return half + pwrite(descriptor, data[half:], offset + half)
+
+        class Halfway(io.FileIO):
+            def write(self, data):
+                return halfway(self.fileno(), data, 0)
+
+        def noting(descriptor, command, lock):
+            if lock.startswith(struct.pack("h", fcntl.F_RDLCK)):
+                waits.set()
+            return fcntl_call(descriptor, command, lock)
+
+        def write():
+            if writer == "append":
+                array.append(np.ones((10, 5)))
+            else:
+                ArrayFile.create(path, (1009, 5), "f4", overwrite=True).close()
+
+        with (
+            ThreadPoolExecutor(1) as pool,
+            ArrayFile.create(path, (999, 5), "f4") as array,
+            ArrayFile(path) as reader,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(os, "pwrite", halfway)
+            patch.setattr(creating, "opened_anew", lambda path, **_: Halfway(path, "r+"))
+            patch.setattr(fcntl, "fcntl", noting)
+            writing = pool.submit(write)
+            assert torn.wait(30)
+            try:
+                assert READERS[way](path, reader) == (1009, 5)
+            finally:
+                waits.set()
+                writing.result()
+
+    @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
+    def test_a_refresh_does_not_undo_an_append(self, path, monkeypatch, raw):
+        """The refresh is held still when it knows the shape, until the append goes on."""
+        known, waits = threading.Event(), threading.Event()
+        look, fcntl_call, flock = StoredArray.layout_now, fcntl.fcntl, fcntl.flock
+
+        def looking(array):
+            layout = look(array)
+            if threading.current_thread() is threading.main_thread():
+                known.set()
+                assert waits.wait(30)
+            return layout
+
+        def locking(descriptor, operation):
+            if raw and operation & fcntl.LOCK_EX:
+                waits.set()
+            return flock(descriptor, operation)
+
+        def locking_header(descriptor, command, lock):
+            if lock.startswith(struct.pack("h", fcntl.F_WRLCK)):
+                waits.set()
+            return fcntl_call(descriptor, command, lock)
+
+        def append():
+            assert known.wait(30)
+            array.append(np.ones((7, 5)))
+            waits.set()
+
+        with (
+            ThreadPoolExecutor(1) as pool,
+            ArrayFile.create(path, (3, 5), "f4", raw=raw) as array,
+        ):
+            monkeypatch.setattr(StoredArray, "layout_now", looking)
+            monkeypatch.setattr(fcntl, "flock", locking)
+            monkeypatch.setattr(fcntl, "fcntl", locking_header)
+            appending = pool.submit(append)
+            array.refresh()
+            appending.result()
+            assert array.shape == (10, 5)
+
+    def test_a_reader_of_a_npy_file_does_not_wait_for_rows(self, path):
+        """Another program may hold the file's lock for as long as it likes."""
+        expected = numbers((4, 3))
+        with ArrayFile(write_npy(path, expected)) as reader, path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for read in READERS.values():
+                assert read(path, reader) == (4, 3)
 
     @pytest.mark.parametrize("call", ["open", "refresh"])
     def test_a_reader_of_raw_bytes_waits_for_an_append(self, path, monkeypatch, call):

@@ -461,7 +461,8 @@ class ArrayFile(Unread):
         rows.
 
         Appends of all threads and processes are serialized by a lock on the file (flock),
-        and each appends to the current end.
+        and each appends to the current end.  Another lock keeps nvmeio from reading a
+        header that is half written; numpy.load() takes none, and may see such a shape.
 
         Examples
         --------

@@ -1,9 +1,11 @@
 """Append rows to the array in a file, of which a crash leaves all or none.
 
 The rows are written behind the array and synced, then the shape in the header is replaced.
-A lock on the file (flock) admits one append at a time.
+A lock on the file (flock) admits one append at a time; a lock of the header keeps readers
+out while that changes.
 """
 
+import fcntl
 import os
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,7 @@ import numpy.typing as npt
 from nvmeio._arrays.elements import bytes_of
 from nvmeio._arrays.npy_header import has_magic, replace_shape
 from nvmeio._arrays.stored import StoredArray
-from nvmeio._files.locks import FileLock
+from nvmeio._files.locks import FileLock, locked_header
 from nvmeio._files.paths import naming
 from nvmeio._native.handle import Handle
 
@@ -77,5 +79,6 @@ def _replace_header(descriptor: int, old: bytes, new: bytes) -> None:
     if not places:
         return
     begin, end = places[0], places[-1] + 1
-    while begin < end:
-        begin += os.pwrite(descriptor, new[begin:end], begin)
+    with locked_header(descriptor, fcntl.F_WRLCK):
+        while begin < end:
+            begin += os.pwrite(descriptor, new[begin:end], begin)

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 from typing import IO, Any
 
 import numpy as np
 
 from nvmeio._arrays.npy_header import Layout, check_extents, header_of
+from nvmeio._files.locks import locked_header
 from nvmeio._files.paths import naming
 
 __all__ = ["create_file"]
@@ -31,7 +33,11 @@ def create_file(
             "limit is 2**63 - 1"
         )
     check_extents(extents, element)
-    with naming(path), opened_anew(path, overwrite=overwrite) as stream:
+    with (
+        naming(path),
+        opened_anew(path, overwrite=overwrite) as stream,
+        locked_header(stream.fileno(), fcntl.F_WRLCK),
+    ):
         before, old = os.fstat(stream.fileno()).st_size, b""
         try:
             # Extend it first: if the file system refuses the size, nothing is lost.

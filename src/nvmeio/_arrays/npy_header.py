@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from nvmeio._arguments.checks import extents_of
+from nvmeio._files.locks import header_for_reading
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 
@@ -89,8 +90,8 @@ def has_magic(file: File, offset: int = 0) -> bool:
 
 
 def read_layout(file: File) -> Layout:
-    """Read the header of a .npy file."""
-    with naming(file.path), open(f"/proc/self/fd/{file.fileno()}", "rb") as stream:
+    """Read the header of a .npy file, while no append changes it."""
+    with naming(file.path), header_for_reading(file) as stream:
         head, size = io.BytesIO(stream.read(_HEAD_BYTES_MAX)), file.size
     try:
         shape, fortran, dtype = _read_header(head)

@@ -1,6 +1,5 @@
 """The array that an open file has: found when the file is opened, and looked for again."""
 
-import contextlib
 import errno
 import math
 import os
@@ -12,7 +11,7 @@ import numpy as np
 from nvmeio._arguments.checks import Shape, extents_of, whole
 from nvmeio._arrays.elements import Elements, element_of
 from nvmeio._arrays.npy_header import Layout, check_size, has_magic, read_layout
-from nvmeio._files.locks import locked_for_reading
+from nvmeio._files.locks import header_for_reading, locked_for_reading
 from nvmeio._files.paths import naming
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.file import File
@@ -23,7 +22,9 @@ __all__ = ["StoredArray"]
 class StoredArray:
     """The array in an open file, with the shape that was last seen.
 
-    Only ``append`` and ``refresh`` change the layout, by replacing it.
+    Only ``append`` and ``refresh`` change the layout, by replacing it.  Both hold a lock
+    from looking at the file until then: of a .npy file that of its header, of raw bytes
+    that of the file.  So no thread restores a shape that another has replaced.
     """
 
     def __init__(self, file: File, dtype: Any, shape: Shape | None, offset: int) -> None:
@@ -131,8 +132,8 @@ class StoredArray:
 
     def refresh(self) -> None:
         """See the rows that others have appended."""
-        lock = locked_for_reading(self.file) if self.raw else contextlib.nullcontext()
-        with naming(self.file.path), lock:
+        lock = locked_for_reading if self.raw else header_for_reading
+        with naming(self.file.path), lock(self.file):
             self.take(self.layout_now())
 
     def take(self, layout: Layout) -> None:

@@ -6,17 +6,25 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import IO, Protocol
 
 from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly
 from nvmeio._files.paths import naming
 
-__all__ = ["FileLock", "WriterLock", "in_child_close", "locked_for_reading"]
+__all__ = [
+    "FileLock",
+    "WriterLock",
+    "header_for_reading",
+    "in_child_close",
+    "locked_for_reading",
+    "locked_header",
+]
 
 _HOLDER_BYTES_MAX = 300
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -142,6 +150,42 @@ def locked_for_reading(file: HasFileno) -> Iterator[int]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock.descriptor, fcntl.LOCK_SH)
         yield lock.descriptor
+
+
+@contextlib.contextmanager
+def locked_header(descriptor: int, kind: int) -> Iterator[None]:
+    """Lock a file's header as F_RDLCK or F_WRLCK, waiting for its holder.
+
+    Not by flock(2), which an append holds while it writes and syncs its rows, and which a
+    program may hold that opens the file itself: this lock is held for microseconds.  It
+    belongs to the open file, so each thread must have opened the file itself.
+    """
+    # Where a file cannot be locked, nobody has locked it.
+    with contextlib.suppress(OSError):
+        _lock_first_byte(descriptor, kind)
+    try:
+        yield
+    finally:
+        # Not only by closing: a child may have been forked meanwhile.
+        with contextlib.suppress(OSError):
+            _lock_first_byte(descriptor, fcntl.F_UNLCK)
+
+
+@contextlib.contextmanager
+def header_for_reading(file: HasFileno) -> Iterator[IO[bytes]]:
+    """Lock a file's header for reading; yield the file, opened anew."""
+    with (
+        open(f"/proc/self/fd/{file.fileno()}", "rb") as stream,
+        locked_header(stream.fileno(), fcntl.F_RDLCK),
+    ):
+        yield stream
+
+
+def _lock_first_byte(descriptor: int, kind: int) -> None:
+    """Lock or unlock the first byte of a file for this open file (F_OFD_SETLKW(2const))."""
+    # struct flock: type, whence, start, length, process.
+    lock = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, lock)
 
 
 class _Closes(Protocol):
