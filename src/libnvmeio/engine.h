@@ -14,13 +14,6 @@
 
 struct nvmeio_request;
 
-/* Where a bounce comes from (worker.c). */
-enum nvmeio_bounce_kind {
-    NVMEIO_BOUNCE_ORDINARY,
-    NVMEIO_BOUNCE_SMALL,
-    NVMEIO_BOUNCE_LARGE,
-};
-
 /* One I/O, as the kernel sees it. The first part is for the engine. The second belongs
  * to request.c, and engines do not use it. */
 struct nvmeio_block {
@@ -45,7 +38,7 @@ struct nvmeio_block {
     char *memory; /* the caller's, of this piece; NULL: in several places */
     struct nvmeio_extent extent; /* of a gather or scatter: the extent it belongs to */
     void *bounce;                /* the worker's memory, or NULL */
-    enum nvmeio_bounce_kind bounce_kind;
+    size_t bounce_bytes;
     struct nvmeio_claim claim; /* of a write or an fsync */
     bool parked;               /* it waits for its claim */
     bool prepared;             /* its descriptor and address are chosen */

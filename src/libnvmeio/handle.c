@@ -84,18 +84,23 @@ static void continue_slowly(struct nvmeio_request *request)
 static void set_owner(struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
-    uint64_t quota = NVMEIO_WORKER_BOUNCE_BYTES / handle->config.workers;
+    uint64_t quota = NVMEIO_ARENA_BYTES_MAX / handle->config.workers;
     uint64_t block = nvmeio_round_up(handle->config.block_bytes, NVMEIO_EDGE_BYTES);
     uint64_t ordered = block * handle->config.queue_depth;
     uint64_t bounce = nvmeio_round_up(block, unit);
 
     if (ordered > ORDERED_BYTES)
         ordered = block > ORDERED_BYTES ? block : ORDERED_BYTES;
+    uint64_t large = ordered;
     /* At least two bounces per worker, if the limit allows that. */
     if (bounce > NVMEIO_BOUNCE_BYTES)
         bounce = NVMEIO_BOUNCE_BYTES;
     if (bounce > quota / 2)
         bounce = nvmeio_round_down(quota / 2, unit);
+    if (bounce < unit)
+        bounce = unit;
+    if (large > quota / 2)
+        large = nvmeio_round_down(quota / 2, unit);
     handle->owner = (struct nvmeio_owner){
         .release = handle_release,
         .pause = pause_queue,
@@ -103,9 +108,8 @@ static void set_owner(struct nvmeio_handle *handle)
         .bounce = handle->config.bounce,
         .block_bytes = block,
         .ordered_bytes = ordered,
-        .bounce_bytes = bounce > unit ? bounce : unit,
-        .large_bounce_bytes =
-            nvmeio_round_down(ordered < quota ? ordered : quota, unit),
+        .bounce_bytes = bounce,
+        .large_bounce_bytes = large > bounce ? large : bounce,
     };
 }
 

@@ -4,10 +4,7 @@
 #include "worker.h"
 
 #include <errno.h>
-#include <nvmeio/pool.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
 #include <time.h>
 
 #include "block.h"
@@ -29,21 +26,10 @@ struct nvmeio_worker {
     unsigned parked;    /* of those, blocks that wait for their claims */
     /* Claims of parked blocks that were granted; other threads add to it. */
     struct nvmeio_claim *_Atomic granted;
-    void **bounces; /* a stack of idle bounces */
-    unsigned bounces_idle, bounces_owned, bounces_max;
-    char *reserve; /* its own bounces, touched only if the pool has none left */
-    size_t reserve_bytes;
-    char *small_bounces; /* one for each of the first blocks, or NULL before the first
-                            use */
-    unsigned small_bounces_count;
-    void *large_bounce; /* for blocks that land in order; NULL before the first use */
-    bool large_taken;   /* it is in use */
-    bool bounces_short; /* a block could not be cut because no bounce of the kind
-                           `wanted` was left */
-    enum nvmeio_bounce_kind wanted;
-    bool refused_bounces[3]; /* kinds of bounces that the pool has just refused */
-    bool more;               /* there are more blocks to take at once */
-    int64_t pause_ns;        /* how long to sleep while the kernel returns EAGAIN */
+    struct nvmeio_arena arena; /* of bounces */
+    bool arena_full;           /* a block could not be cut for want of a bounce */
+    bool more;                 /* there are more blocks to take at once */
+    int64_t pause_ns;          /* how long to sleep while the kernel returns EAGAIN */
     /* The one request whose blocks are in flight, or NULL if there are several. */
     const struct nvmeio_request *only;
 
@@ -59,23 +45,16 @@ struct nvmeio_worker {
  * each in flight: a request waits that long behind the blocks of others. */
 #define WINDOW_BYTES ((size_t)32 << 20)
 
-/* A worker that is idle for this long returns its bounces to the pool. */
+/* A worker that is idle for this long lets the kernel have the memory of its bounces.
+ */
 #define IDLE_NS 1000000000
 
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
 
-/* The fewest bounces that a worker takes from the pool at a time, and the size of its
- * reserve. */
-#define BOUNCES_GROWN_MIN 4u
-
 /* A bounced write below this size is submitted together with others: the system call
  * would cost as much as its copy. */
 #define COPIED_ALONE_BYTES (64u << 10)
-
-/* Small bounces are side by side in memory: 128 of them fill one huge page. As many
- * ordinary ones would evict each other from the caches. */
-#define SMALL_BOUNCE_BYTES ((size_t)16 << 10)
 
 static struct nvmeio_block *block_of(struct nvmeio_claim *claim)
 {
@@ -119,52 +98,31 @@ static bool is_busy_enough(const struct nvmeio_worker *worker)
            worker->bytes >= WINDOW_BYTES / workers->count;
 }
 
-/* The kind of bounce for a block of this size. A kind that the pool has just refused is
- * not tried again. */
-static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
-                                           const struct nvmeio_block *block,
-                                           size_t bytes, bool ordered)
-{
-    if (bytes <= SMALL_BOUNCE_BYTES && block->index < worker->small_bounces_count &&
-        !worker->refused_bounces[NVMEIO_BOUNCE_SMALL])
-        return NVMEIO_BOUNCE_SMALL;
-    const struct nvmeio_owner *owner = worker->workers->owner;
-    if (ordered && bytes > owner->bounce_bytes &&
-        owner->large_bounce_bytes > owner->bounce_bytes && !worker->large_taken &&
-        !worker->refused_bounces[NVMEIO_BOUNCE_LARGE])
-        return NVMEIO_BOUNCE_LARGE;
-    return NVMEIO_BOUNCE_ORDINARY;
-}
-
-/* Assign a bounce of this kind to a block, and return its size; 0 if none is left. */
+/* Assign a bounce to a block that needs this many bytes, and return its size; 0 if
+ * there is no room. A block that makes a file longer may have a large one, while most
+ * of the arena is idle. */
 static size_t take_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block,
-                          enum nvmeio_bounce_kind kind)
+                          size_t bytes, bool ordered)
 {
-    block->bounce_kind = kind;
-    switch (kind) {
-    case NVMEIO_BOUNCE_SMALL:
-        if (worker->small_bounces)
-            block->bounce = worker->small_bounces + block->index * SMALL_BOUNCE_BYTES;
-        return block->bounce ? SMALL_BOUNCE_BYTES : 0;
-    case NVMEIO_BOUNCE_LARGE:
-        block->bounce = worker->large_bounce;
-        worker->large_taken = block->bounce;
-        return block->bounce ? worker->workers->owner->large_bounce_bytes : 0;
-    default:
-        if (worker->bounces_idle > 0)
-            block->bounce = worker->bounces[--worker->bounces_idle];
-        return block->bounce ? worker->workers->owner->bounce_bytes : 0;
+    const struct nvmeio_owner *owner = worker->workers->owner;
+    struct nvmeio_arena *arena = &worker->arena;
+    bool large = ordered && arena->idle >= arena->units / 4 * 3;
+    size_t most = large ? owner->large_bounce_bytes : owner->bounce_bytes;
+
+    block->bounce_bytes =
+        nvmeio_round_up(smaller(bytes, most), NVMEIO_ARENA_UNIT_BYTES);
+    block->bounce = nvmeio_arena_take(arena, block->bounce_bytes);
+    if (!block->bounce && block->bounce_bytes > owner->bounce_bytes) {
+        block->bounce_bytes = owner->bounce_bytes;
+        block->bounce = nvmeio_arena_take(arena, block->bounce_bytes);
     }
+    return block->bounce ? block->bounce_bytes : 0;
 }
 
 static void give_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block)
 {
-    if (!block->bounce)
-        return;
-    if (block->bounce_kind == NVMEIO_BOUNCE_LARGE)
-        worker->large_taken = false;
-    else if (block->bounce_kind == NVMEIO_BOUNCE_ORDINARY)
-        worker->bounces[worker->bounces_idle++] = block->bounce;
+    if (block->bounce)
+        nvmeio_arena_give(&worker->arena, block->bounce, block->bounce_bytes);
     block->bounce = NULL;
 }
 
@@ -189,10 +147,8 @@ static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *requ
     size_t bounced = nvmeio_request_next_bounce(request);
 
     if (bounced) {
-        enum nvmeio_bounce_kind kind = bounce_kind(worker, block, bounced, ordered);
-        size_t room = take_bounce(worker, block, kind);
-        worker->wanted = kind;
-        worker->bounces_short = room == 0;
+        size_t room = take_bounce(worker, block, bounced, ordered);
+        worker->arena_full = room == 0;
         if (room == 0)
             return false;
         bytes = smaller(bytes, room);
@@ -223,86 +179,17 @@ static void take(struct nvmeio_worker *worker)
     size_t share = fair_share(worker);
     struct nvmeio_request *request;
 
-    worker->bounces_short = false;
+    worker->arena_full = false;
     while (worker->free && share-- > 0 && !is_busy_enough(worker) &&
            (request = nvmeio_queue_next(queue)))
         if (!take_block(worker, request))
             break;
-    bool room = worker->free && !worker->bounces_short && !is_busy_enough(worker);
+    bool room = worker->free && !worker->arena_full && !is_busy_enough(worker);
     worker->more = room && nvmeio_queue_next(queue);
     /* From now on, a thread that adds a request wakes this worker. */
     worker->consumer.state = room && !worker->more && worker->in_flight > 0
                                  ? NVMEIO_CONSUMER_LISTENING
                                  : NVMEIO_CONSUMER_BUSY;
-}
-
-static bool add_bounce(struct nvmeio_worker *worker)
-{
-    void *memory;
-    bool added = nvmeio_pool_alloc(worker->workers->owner->bounce_bytes, false, &memory,
-                                   NULL) == 0;
-
-    if (added) {
-        worker->bounces[worker->bounces_idle++] = memory;
-        worker->bounces_owned++;
-    }
-    return added;
-}
-
-/* Double the number of ordinary bounces. If the pool has none, use the worker's
- * reserve, so that every block can be carried out sooner or later. */
-static void grow_bounces(struct nvmeio_worker *worker)
-{
-    size_t bounce_bytes = worker->workers->owner->bounce_bytes;
-    unsigned more = worker->bounces_owned > BOUNCES_GROWN_MIN ? worker->bounces_owned
-                                                              : BOUNCES_GROWN_MIN;
-
-    while (more > 0 && worker->bounces_owned < worker->bounces_max &&
-           add_bounce(worker))
-        more--;
-    if (worker->bounces_owned > 0)
-        return;
-    for (size_t at = 0; at < worker->reserve_bytes; at += bounce_bytes)
-        worker->bounces[worker->bounces_idle++] = worker->reserve + at;
-    worker->bounces_owned = worker->bounces_idle;
-}
-
-/* Allocate the small bounces or the large one, whichever is wanted. */
-static void grow_others(struct nvmeio_worker *worker)
-{
-    bool small = worker->wanted == NVMEIO_BOUNCE_SMALL;
-    size_t bytes = small ? worker->small_bounces_count * SMALL_BOUNCE_BYTES
-                         : worker->workers->owner->large_bounce_bytes;
-    void *memory = NULL;
-    int error = nvmeio_pool_alloc(bytes, false, &memory, NULL);
-
-    worker->refused_bounces[worker->wanted] = error != 0;
-    if (small)
-        worker->small_bounces = memory;
-    else
-        worker->large_bounce = memory;
-}
-
-/* Take blocks, and the bounces that they need. The mutex is held, and unlocked
- * meanwhile. */
-static void take_with_bounces(struct nvmeio_worker *worker)
-{
-    struct nvmeio_queue *queue = worker->workers->queue;
-
-    take(worker);
-    while (worker->bounces_short && (worker->wanted != NVMEIO_BOUNCE_ORDINARY ||
-                                     worker->bounces_owned < worker->bounces_max)) {
-        nvmeio_queue_unlock(queue);
-        if (worker->wanted == NVMEIO_BOUNCE_ORDINARY)
-            grow_bounces(worker);
-        else
-            grow_others(worker);
-        nvmeio_queue_lock(queue);
-        take(worker);
-        /* The blocks in flight will give back their bounces. */
-        if (worker->bounces_short && worker->in_flight > 0)
-            break;
-    }
 }
 
 static bool has_unseen(const struct nvmeio_engine *engine)
@@ -572,46 +459,28 @@ static void turn(struct nvmeio_worker *worker)
         book(worker, finished);
 }
 
-/* Return all bounces to the pool. No block may be using one. */
-static void give_back(struct nvmeio_worker *worker)
-{
-    while (worker->bounces_idle > 0) {
-        char *bounce = worker->bounces[--worker->bounces_idle];
-        if (bounce < worker->reserve ||
-            bounce >= worker->reserve + worker->reserve_bytes)
-            nvmeio_pool_free(bounce);
-    }
-    worker->bounces_owned = 0;
-    nvmeio_pool_free(worker->small_bounces);
-    nvmeio_pool_free(worker->large_bounce);
-    worker->small_bounces = worker->large_bounce = NULL;
-}
-
 /* Free what the worker owns. A dead worker keeps what the kernel may still write to. */
 static void tear_down(struct nvmeio_worker *worker)
 {
     nvmeio_engine_stop(&worker->engine);
-    give_back(worker);
-    if (worker->reserve != MAP_FAILED)
-        munmap(worker->reserve, worker->reserve_bytes);
-    free(worker->bounces);
+    nvmeio_arena_close(&worker->arena);
     free(worker->blocks);
 }
 
-/* Wait for work, and return the bounces if none comes for a while. Returns false when
+/* Wait for work, and let the kernel have the arena's memory if none comes for a while.
+ * Returns false when
  * the thread must end. The mutex is held, and unlocked meanwhile. */
 static bool wait_for_work(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
     struct nvmeio_queue *queue = workers->queue;
 
-    memset(worker->refused_bounces, 0, sizeof(worker->refused_bounces));
     while (!nvmeio_queue_next(queue) && !workers->stopping) {
         atomic_store_explicit(&worker->consumer.waiter.woken, 0, memory_order_relaxed);
         worker->consumer.state = NVMEIO_CONSUMER_IDLE;
         nvmeio_queue_unlock(queue);
         if (!nvmeio_waiter_sleep(&worker->consumer.waiter, nvmeio_deadline(IDLE_NS))) {
-            give_back(worker);
+            nvmeio_arena_rest(&worker->arena);
             nvmeio_waiter_sleep(&worker->consumer.waiter, -1);
         }
         nvmeio_queue_lock(queue);
@@ -619,11 +488,11 @@ static bool wait_for_work(struct nvmeio_worker *worker)
     return nvmeio_queue_next(queue);
 }
 
-/* Set up the engine, the blocks and the stack of bounces. */
+/* Set up the engine, the blocks and the arena. */
 static int set_up(struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
-    size_t quota = NVMEIO_WORKER_BOUNCE_BYTES / workers->count;
+    size_t quota = NVMEIO_ARENA_BYTES_MAX / workers->count;
     int error =
         nvmeio_engine_start(&worker->engine, workers->ops, workers->queue_depth);
 
@@ -633,15 +502,8 @@ static int set_up(struct nvmeio_worker *worker)
         return error;
     }
     unsigned depth = worker->engine.depth;
-    worker->bounces_max = (unsigned)(quota / workers->owner->bounce_bytes);
-    worker->small_bounces_count = (unsigned)smaller(depth, quota / SMALL_BOUNCE_BYTES);
     worker->blocks = calloc(depth, sizeof(*worker->blocks));
-    worker->bounces = calloc(worker->bounces_max, sizeof(*worker->bounces));
-    worker->reserve_bytes =
-        smaller(BOUNCES_GROWN_MIN, worker->bounces_max) * workers->owner->bounce_bytes;
-    worker->reserve = mmap(NULL, worker->reserve_bytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (!worker->blocks || !worker->bounces || worker->reserve == MAP_FAILED) {
+    if (!worker->blocks || nvmeio_arena_open(&worker->arena, quota)) {
         tear_down(worker);
         return -ENOMEM;
     }
@@ -677,7 +539,7 @@ static void *worker_main(void *argument)
         take_granted(worker);
         drop_parked(worker);
         worker->consumer.parked = worker->parked;
-        take_with_bounces(worker);
+        take(worker);
         if (worker->in_flight > 0)
             turn(worker);
         else

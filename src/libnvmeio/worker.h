@@ -2,16 +2,16 @@
 #ifndef NVMEIO_WORKER_H
 #define NVMEIO_WORKER_H
 
+#include "arena.h"
 #include "engine.h"
 #include "queue.h"
 
-/* One bounce is at most NVMEIO_BOUNCE_BYTES. The workers share
- * NVMEIO_WORKER_BOUNCE_BYTES of each kind. More in flight is slower: reads into
+/* One bounce is at most NVMEIO_BOUNCE_BYTES, unless it makes a file longer. The workers
+ * of a handle share NVMEIO_ARENA_BYTES_MAX. More in flight is slower: reads into
  * ordinary tensors reached 0.96 of the speed of pool memory with 16 MiB, and 0.73 to
  * 0.80 with 48. Bounces of 1 MiB left too few for overwrites (bench_transfer.py,
  * 2026-11-21). */
 #define NVMEIO_BOUNCE_BYTES (256u << 10)
-#define NVMEIO_WORKER_BOUNCE_BYTES (16u << 20)
 
 struct nvmeio_worker;
 

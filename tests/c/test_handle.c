@@ -160,7 +160,7 @@ static void test_many_workers_share_the_memory_for_bounces(const char *engine)
     CHECK(file_holds(path, memory.address, SIZE, 0));
     nvmeio_handle_stats(handle, &stats);
     CHECK(stats.bytes_bounced == 0 ||
-          stats.blocks >= SIZE / (NVMEIO_WORKER_BOUNCE_BYTES / 64 / 2));
+          stats.blocks >= SIZE / (NVMEIO_ARENA_BYTES_MAX / 64 / 2));
     guarded_free(&memory);
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
