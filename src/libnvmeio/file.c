@@ -292,9 +292,9 @@ static bool may_fall_back(const struct nvmeio_file *file, int error)
            error != -ENOMEM && error != -EINTR;
 }
 
-/* Make `fd` the descriptor with O_DIRECT. If that fails, or if `fd` is the -errno of
- * opening it, fall back to the page cache and return 0, or return the error if
- * may_fall_back() forbids that. */
+/* Make `fd`, which the file then closes, its descriptor with O_DIRECT. If that fails,
+ * or if `fd` is the -errno of opening it, fall back to the page cache and return 0, or
+ * return the error if may_fall_back() forbids that. */
 static int use_direct(struct nvmeio_file *file, const struct statx *status, int fd)
 {
     int error = fd;
@@ -372,6 +372,35 @@ static int file_close(struct nvmeio_file *file)
     return first ? first : second;
 }
 
+/* Give a new descriptor, or the -errno of opening it, to a file, which closes it. */
+static int own(struct nvmeio_file *file, int fd, struct statx *status)
+{
+    if (fd < 0)
+        return fd;
+    atomic_store(&file->fd, fd);
+    return look_at(fd, status);
+}
+
+/* Open a path, and create it if the flags say so; *made is true if that was needed. Of
+ * O_DIRECT, *existing keeps what the file system accepts. */
+static int open_or_create(struct nvmeio_file *file, const char *path, int flags,
+                          int *existing, struct statx *status, bool *made)
+{
+    bool must_make = (flags & O_CREAT) && (flags & O_EXCL);
+    int error = must_make ? -ENOENT : own(file, open_existing(path, existing), status);
+
+    /* Open another user's file with O_CREAT, as the caller asked. In folders like /tmp
+     * the kernel may refuse that, and checks it only with this flag
+     * (fs.protected_regular). */
+    if (!(flags & O_CREAT) ||
+        (error != -ENOENT && (error || status->stx_uid == geteuid())))
+        return error;
+    close_descriptor(atomic_exchange(&file->fd, -1));
+    /* Without O_DIRECT: where it is not supported, the kernel would create the file and
+     * then fail. */
+    return own(file, create(path, flags, made), status);
+}
+
 /* Open a path as the first descriptor of a file. *made is true if this call created the
  * file, which the caller must then remove after an error. */
 static int open_path(struct nvmeio_file *file, const char *path, int flags,
@@ -384,29 +413,15 @@ static int open_path(struct nvmeio_file *file, const char *path, int flags,
      * file. */
     int base = (flags & ~(O_TRUNC | O_DIRECT)) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
     int existing = (base & ~O_CREAT) | (direct == NVMEIO_DIRECT_NEVER ? 0 : O_DIRECT);
-    bool must_make = (flags & O_CREAT) && (flags & O_EXCL);
     struct statx status;
 
-    int fd = must_make ? -ENOENT : open_existing(path, &existing);
-    int error = fd < 0 ? fd : look_at(fd, &status);
-    /* Open another user's file with O_CREAT, as the caller asked. In folders like /tmp
-     * the kernel may refuse that, and checks it only with this flag
-     * (fs.protected_regular). */
-    if ((flags & O_CREAT) &&
-        (error == -ENOENT || (error == 0 && status.stx_uid != geteuid()))) {
-        if (fd >= 0)
-            close(fd);
-        /* Without O_DIRECT: where it is not supported, the kernel would create the file
-         * and then fail. */
-        fd = create(path, base, made);
-        error = fd < 0 ? fd : look_at(fd, &status);
-    }
-    atomic_store(&file->fd, fd);
+    int error = open_or_create(file, path, base, &existing, &status, made);
     if (error)
         return error == -ENXIO ? -EINVAL : error;
     error = describe(file, &status, flags);
     if (error)
         return error;
+    int fd = atomic_load(&file->fd);
     bool has_direct = existing & O_DIRECT && fcntl(fd, F_SETFL, O_DIRECT) == 0;
     if (!has_direct && fcntl(fd, F_SETFL, 0))
         return -errno;
@@ -449,11 +464,8 @@ static int duplicate(struct nvmeio_file *file, int fd, int flags,
 {
     struct statx status;
     int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    int error = own(file, copy < 0 ? -errno : copy, &status);
 
-    if (copy < 0)
-        return -errno;
-    atomic_store(&file->fd, copy);
-    int error = look_at(copy, &status);
     if (error == 0)
         error = describe(file, &status, flags);
     if (error)
