@@ -14,13 +14,20 @@
  * the file. */
 #define CACHED_SAMPLES 16u
 
+/* The records are gone through once, and for some requests once more. */
+enum round {
+    ROUND_FIRST, /* everything, but of a scatter only what is not late */
+    ROUND_LATE,  /* of a scatter, once all that has landed: see is_late() */
+    ROUND_ALONE, /* of a gather, once all has landed: the records that were read
+                    together and failed, each on its own */
+};
+
 struct nvmeio_gathering {
     struct nvmeio_records *records; /* owned */
     size_t merged_bytes;            /* the largest extent that uses one bounce */
     bool small_pages;               /* the memory of the records is in small pages */
-    bool late_left;                 /* an extent has spans for the second round */
-    bool second_round;
-    bool alone; /* records that failed together are read again, each on its own */
+    enum round round;
+    bool late_left; /* an extent has spans for ROUND_LATE */
 };
 
 /* Whether the current extent makes the file longer. It then lands in order. */
@@ -68,7 +75,7 @@ static void plan_extent(struct nvmeio_request *request)
         nvmeio_plan_sort(&request->plan);
 }
 
-/* Skip to the first span of this round, beginning with the current one. */
+/* Skip to the extent's first span for this round, beginning with the current one. */
 static bool find_span(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -76,7 +83,7 @@ static bool find_span(struct nvmeio_request *request)
     for (; request->span < request->plan.count; request->span++) {
         bool late = is_late(request, request->span);
         gathering->late_left |= late;
-        if (late == gathering->second_round) {
+        if (late == (gathering->round == ROUND_LATE)) {
             request->position = request->plan.spans[request->span].begin;
             return true;
         }
@@ -93,7 +100,7 @@ static bool next_extent(struct nvmeio_request *request)
         .merged_bytes = gathering->merged_bytes,
     };
 
-    if (gathering->alone)
+    if (gathering->round == ROUND_ALONE)
         return nvmeio_records_next_alone(gathering->records, &request->extent);
     return nvmeio_records_next(gathering->records, &limits, &request->extent);
 }
@@ -134,24 +141,38 @@ static void pause_search(struct nvmeio_request *request, size_t step)
     request->searching = false;
 }
 
-/* Go to the next extent that has a span to cut, in this round or else in the second. */
+/* Go to the next extent that has a span for this round. If there is none, all of the
+ * round is cut. */
+static bool find_in_round(struct nvmeio_request *request)
+{
+    for (size_t i = 0; next_extent(request); i++) {
+        plan_extent(request);
+        if (find_span(request))
+            return true;
+        pause_search(request, i);
+    }
+    request->span = request->plan.count;
+    return false;
+}
+
+static void begin_round(struct nvmeio_request *request, enum round round)
+{
+    request->gathering->round = round;
+    request->gathering->records->next = 0;
+    find_in_round(request);
+}
+
+/* Go to the next extent that has a span to cut, in this round or else in the late one.
+ */
 static void find_extent(struct nvmeio_request *request)
 {
-    struct nvmeio_gathering *gathering = request->gathering;
+    const struct nvmeio_gathering *gathering = request->gathering;
 
-    for (;;) {
-        for (size_t i = 0; next_extent(request); i++) {
-            plan_extent(request);
-            if (find_span(request))
-                return;
-            pause_search(request, i);
-        }
-        request->span = request->plan.count;
-        if (gathering->second_round || !gathering->late_left)
-            return;
-        gathering->second_round = request->barrier = true;
-        gathering->records->next = 0;
-    }
+    if (find_in_round(request) || gathering->round != ROUND_FIRST ||
+        !gathering->late_left)
+        return;
+    request->barrier = true;
+    begin_round(request, ROUND_LATE);
 }
 
 static void gather_next(struct nvmeio_request *request)
@@ -163,17 +184,13 @@ static void gather_next(struct nvmeio_request *request)
 
 /* After all of a gather has landed: if records failed that were read together, read
  * each of them again alone, because the bytes of another may have caused the error. */
-static bool gather_next_round(struct nvmeio_request *request)
+static void gather_next_round(struct nvmeio_request *request)
 {
-    struct nvmeio_gathering *gathering = request->gathering;
+    const struct nvmeio_gathering *gathering = request->gathering;
 
-    if (!gathering->records->shared || gathering->alone ||
-        request->op != NVMEIO_OP_READ)
-        return false;
-    gathering->alone = true;
-    gathering->records->next = 0;
-    find_extent(request);
-    return true;
+    if (request->op == NVMEIO_OP_READ && gathering->round == ROUND_FIRST &&
+        gathering->records->shared)
+        begin_round(request, ROUND_ALONE);
 }
 
 static size_t gather_blocks_left(const struct nvmeio_request *request)
@@ -205,7 +222,7 @@ static void fail_uncut(struct nvmeio_request *request)
     struct nvmeio_records *records = request->gathering->records;
     int error = request->error ? request->error : -ECANCELED;
 
-    if (request->gathering->alone)
+    if (request->gathering->round == ROUND_ALONE)
         /* The bytes before this extent have landed, or have their own errors. */
         nvmeio_records_fail(records, &request->extent, 0, request->extent.size, error);
     else if (request->op == NVMEIO_OP_WRITE)

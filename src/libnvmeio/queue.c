@@ -220,6 +220,12 @@ void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *r
     request->listed = false;
 }
 
+void nvmeio_queue_drop(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    request->drop_next = queue->drop;
+    queue->drop = request;
+}
+
 static bool same_file(const struct nvmeio_request *a, const struct nvmeio_request *b)
 {
     return a->device == b->device && a->inode == b->inode;
@@ -404,8 +410,7 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
     } else {
         if (request->user)
             request->waiters->reported = true;
-        request->done_next = queue->drop;
-        queue->drop = request;
+        nvmeio_queue_drop(queue, request);
     }
     nvmeio_queue_wake(queue, &request->waiters);
     if (queue->active_count == 0)
@@ -433,7 +438,7 @@ static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
         return;
     }
     atomic_store_explicit(&request->state, NVMEIO_STATE_SETTLING, memory_order_relaxed);
-    request->queue_next = queue->settle;
+    request->settle_next = queue->settle;
     queue->settle = request;
 }
 
@@ -540,13 +545,13 @@ static struct nvmeio_request *settle_all(struct nvmeio_request *request)
     struct nvmeio_request *settled = NULL, **end = &settled, *next;
 
     for (; request; request = next) {
-        next = request->queue_next;
+        next = request->settle_next;
         if (!settle_quickly(request))
             continue;
-        request->queue_next = NULL;
         *end = request;
-        end = &request->queue_next;
+        end = &request->settle_next;
     }
+    *end = NULL;
     return settled;
 }
 
@@ -563,10 +568,10 @@ static struct nvmeio_request *plan_all(struct nvmeio_request *request)
             continue;
         }
         request->ops->plan(request);
-        request->ready_next = NULL;
         *end = request;
         end = &request->ready_next;
     }
+    *end = NULL;
     return planned;
 }
 
@@ -600,12 +605,24 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
     progress_all(queue, request);
 }
 
-/* Take the requests whose turn has come. Those that failed or were cancelled end here;
- * the others are returned, to be planned. Those that end are added to `begun`, and all
- * of them are retained. Dependents of one request come in the order of their
- * submission: the lists of links and of ready requests both turn it around. */
+/* What the thread that unlocks the mutex releases at the end. */
+struct leftovers {
+    struct nvmeio_request *begun; /* by this thread, so that it retained them */
+    struct nvmeio_request *dropped;
+};
+
+static void add_begun(struct leftovers *left, struct nvmeio_request *request)
+{
+    request->begun_next = left->begun;
+    left->begun = request;
+}
+
+/* Take the requests whose turn has come, and retain them. Those that failed or were
+ * cancelled end here; the others are returned, to be planned. Dependents of one request
+ * come in the order of their submission: the lists of links and of ready requests both
+ * turn it around. */
 static struct nvmeio_request *take_ready(struct nvmeio_queue *queue,
-                                         struct nvmeio_request **begun)
+                                         struct leftovers *left)
 {
     struct nvmeio_request *planning = NULL, **end = &planning;
 
@@ -619,73 +636,84 @@ static struct nvmeio_request *take_ready(struct nvmeio_queue *queue,
         atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
         if (nvmeio_request_is_stopped(request)) {
             progress_all(queue, request);
-            request->ready_next = *begun;
-            *begun = request;
+            add_begun(left, request);
             continue;
         }
         set_phase(request, NVMEIO_PHASE_PLANNING);
-        request->ready_next = NULL;
         *end = request;
         end = &request->ready_next;
     }
+    *end = NULL;
     return planning;
+}
+
+/* Unlock the mutex, and wake the threads and consumers that were noted. */
+static void unlock_and_wake(struct nvmeio_queue *queue)
+{
+    struct nvmeio_waiter *wake = queue->wake, *calls[NVMEIO_WORKERS_MAX];
+    unsigned call_count = queue->call_count;
+
+    memcpy(calls, queue->calls, call_count * sizeof(calls[0]));
+    queue->call_count = 0;
+    queue->wake = NULL;
+    pthread_mutex_unlock(&queue->mutex);
+    for (unsigned i = 0; i < call_count; i++)
+        nvmeio_waiter_rouse(calls[i]);
+    nvmeio_waiter_wake_all(wake);
+}
+
+/* Unlock the mutex, and carry out what was noted. Returns whether it was locked again,
+ * because requests were settled or planned: that may make others ready. */
+static bool carry_out(struct nvmeio_queue *queue, struct leftovers *left)
+{
+    struct nvmeio_request *planned, *settled, *next;
+
+    planned = take_ready(queue, left); /* this may add to the other lists */
+    settled = queue->settle;
+    queue->settle = NULL;
+    for (; queue->drop; queue->drop = next) {
+        next = queue->drop->drop_next;
+        queue->drop->drop_next = left->dropped;
+        left->dropped = queue->drop;
+    }
+    if (queue->added > 0)
+        call_consumers(queue);
+    if (queue->stopped)
+        call_parked(queue);
+    unlock_and_wake(queue);
+    settled = settle_all(settled);
+    planned = plan_all(planned);
+    if (!settled && !planned)
+        return false;
+    pthread_mutex_lock(&queue->mutex);
+    for (; planned; planned = next) {
+        next = planned->ready_next;
+        set_phase(planned, NVMEIO_PHASE_PLANNED);
+        nvmeio_queue_begin(queue, planned);
+        add_begun(left, planned);
+    }
+    for (; settled; settled = next) {
+        next = settled->settle_next;
+        complete(queue, settled);
+    }
+    return true;
 }
 
 void nvmeio_queue_unlock(struct nvmeio_queue *queue)
 {
-    struct nvmeio_request *dropped = NULL, *settled = NULL, *planned = NULL, *next;
-    struct nvmeio_request *begun = NULL;
+    struct leftovers left = {0};
+    struct nvmeio_request *next;
     int cancelling = queue->cancelling;
 
-    /* Requests are settled and planned without the mutex. What that entails may make
-     * other requests ready, so repeat until there are none. */
-    do {
-        for (; planned; planned = next) {
-            next = planned->ready_next;
-            set_phase(planned, NVMEIO_PHASE_PLANNED);
-            nvmeio_queue_begin(queue, planned);
-            planned->ready_next = begun;
-            begun = planned;
-        }
-        for (; settled; settled = next) {
-            next = settled->queue_next;
-            complete(queue, settled);
-        }
-        planned = take_ready(queue, &begun);
-        if (queue->added > 0)
-            call_consumers(queue);
-        if (queue->stopped)
-            call_parked(queue);
-        struct nvmeio_waiter *wake = queue->wake;
-        struct nvmeio_waiter *calls[NVMEIO_WORKERS_MAX];
-        unsigned call_count = queue->call_count;
-        for (unsigned i = 0; i < call_count; i++)
-            calls[i] = queue->calls[i];
-        queue->call_count = 0;
-        queue->wake = NULL;
-        settled = queue->settle;
-        queue->settle = NULL;
-        for (; queue->drop; queue->drop = next) {
-            next = queue->drop->done_next;
-            queue->drop->done_next = dropped;
-            dropped = queue->drop;
-        }
-        pthread_mutex_unlock(&queue->mutex);
-        for (unsigned i = 0; i < call_count; i++)
-            nvmeio_waiter_rouse(calls[i]);
-        nvmeio_waiter_wake_all(wake);
-        settled = settle_all(settled);
-        planned = plan_all(planned);
-        if (settled || planned)
-            pthread_mutex_lock(&queue->mutex);
-    } while (settled || planned);
-    for (; dropped; dropped = next) {
-        next = dropped->done_next;
-        nvmeio_request_release(dropped);
+    while (carry_out(queue, &left))
+        continue;
+    for (; left.dropped; left.dropped = next) {
+        next = left.dropped->drop_next;
+        nvmeio_request_release(left.dropped);
     }
-    for (; begun; begun = next) {
-        next = begun->ready_next;
-        nvmeio_request_release(begun);
+    for (; left.begun; left.begun = next) {
+        next = left.begun->begun_next;
+        nvmeio_request_release(left.begun);
     }
     pthread_setcancelstate(cancelling, NULL);
 }
@@ -751,8 +779,7 @@ unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned cou
         struct nvmeio_request *request = queue->done_first;
         nvmeio_queue_take_done(queue, request);
         users[found++] = request->user;
-        request->done_next = queue->drop;
-        queue->drop = request;
+        nvmeio_queue_drop(queue, request);
     }
     nvmeio_queue_unlock(queue);
     return found;

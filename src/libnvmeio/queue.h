@@ -111,6 +111,9 @@ void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *re
 /* Take a request off the list of done requests. */
 void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
+/* Note that a request loses a reference. nvmeio_queue_unlock() releases it. */
+void nvmeio_queue_drop(struct nvmeio_queue *queue, struct nvmeio_request *request);
+
 /* Fail everything that waits for workers, because there are none any more. */
 void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error);
 

@@ -48,9 +48,9 @@ struct nvmeio_request_ops {
     /* The current span is fully cut: go to the next one, or to the end of the plan. */
     void (*next)(struct nvmeio_request *request);
 
-    /* Everything that was cut has landed, and nothing stopped the request. Returns
-     * whether there is another round of blocks. May be NULL. */
-    bool (*next_round)(struct nvmeio_request *request);
+    /* Everything that was cut has landed, and nothing stopped the request: begin
+     * another round of blocks, if there is one. May be NULL. */
+    void (*next_round)(struct nvmeio_request *request);
 
     /* How many blocks are left to cut, for sharing them among workers. */
     size_t (*blocks_left)(const struct nvmeio_request *request);
@@ -148,7 +148,6 @@ struct nvmeio_request {
     struct nvmeio_link *dependents; /* from requests that come after this one */
     size_t blocker; /* the link to the request whose error it took over, or SIZE_MAX */
     bool ready;     /* it is in the queue's list `ready` */
-    struct nvmeio_request *ready_next;
 
     /* Lists of the queue: all active requests, in order of submission; those with
      * blocks to cut; writes of one file, and fsyncs that wait for them; done requests
@@ -160,6 +159,9 @@ struct nvmeio_request {
     bool in_line;           /* a write; or an fsync that waits for one */
     uint64_t device, inode; /* of its line, because its file may be closed before */
     struct nvmeio_request *done_next, *done_previous;
+    /* Lists for nvmeio_queue_unlock(), which has them for itself. */
+    struct nvmeio_request *ready_next, *settle_next, *begun_next, *drop_next;
+    struct nvmeio_request *slow_next; /* in a lane of slow.c */
     bool queued; /* it is in the list of requests with blocks to cut; the two are for it
                   */
     size_t turn_bytes;  /* cut in this turn */

@@ -21,7 +21,7 @@
 
 /* Requests that hold up only each other. */
 struct lane {
-    struct nvmeio_request *first, *last; /* linked by queue_next */
+    struct nvmeio_request *first, *last; /* linked by slow_next */
     unsigned threads;
     struct nvmeio_waiter *idle; /* threads that wait for a request */
 };
@@ -60,7 +60,7 @@ static struct nvmeio_request *next_request(struct lane *lane)
     }
     struct nvmeio_request *request = lane->first;
     if (request)
-        lane->first = request->queue_next;
+        lane->first = request->slow_next;
     return request;
 }
 
@@ -109,9 +109,9 @@ bool nvmeio_slow_add(struct nvmeio_request *request)
         /* Holds the handle too. */
         atomic_fetch_add_explicit(&whole_of(request)->references, 1,
                                   memory_order_relaxed);
-        request->queue_next = NULL;
+        request->slow_next = NULL;
         if (lane->first)
-            lane->last->queue_next = request;
+            lane->last->slow_next = request;
         else
             lane->first = request;
         lane->last = request;

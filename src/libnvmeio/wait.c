@@ -22,8 +22,7 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
     }
     if (request->listed) {
         nvmeio_queue_take_done(queue, request);
-        request->done_next = queue->drop;
-        queue->drop = request;
+        nvmeio_queue_drop(queue, request);
         waiter.reported = true;
     }
     nvmeio_queue_unlock(queue);
