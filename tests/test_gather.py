@@ -1,5 +1,6 @@
 """Gathers and scatters: any records, any memory, refusals and failures."""
 
+import copy
 import errno
 import gc
 import json
@@ -574,6 +575,15 @@ class TestFailures:
         assert (out[[1, 4]] == 7).all()
         again = pickle.loads(pickle.dumps(error))
         assert (again.failures, str(again)) == (error.failures, str(error))
+
+
+@pytest.mark.parametrize("arguments", [("words",), (5, "x"), (5, "x", "f")])
+def test_a_gather_error_takes_what_every_os_error_takes(arguments):
+    plain, error = OSError(*arguments), nvmeio.GatherError(*arguments)
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (one.errno, one.strerror) == (plain.errno, plain.strerror)
+        assert (one.filename, one.args, str(one)) == (plain.filename, plain.args, str(plain))
+        assert (one.failures, one.index) == ((), -1)
 
 
 def test_truncating_the_file_meanwhile_fails_the_records_after_its_end(open_handle, data):

@@ -90,15 +90,11 @@ class GatherError(OSError):
     """
 
     def __init__(self, number, strerror=None, filename=None, failures=()):
-        super().__init__(*((number, strerror, filename) if failures else (number,)))
+        given = number, strerror, filename
+        # OSError decides by their number whether the first argument is an errno.
+        super().__init__(*given[: 3 if filename is not None else 1 + (strerror is not None)])
         self.failures = failures
         self.index = failures[0][0] if failures else -1
-
-    def __reduce__(self):
-        if not self.failures:
-            return type(self), self.args
-        arguments = (self.errno, self.strerror, self.filename, self.failures)
-        return type(self), arguments
 
 
 class Deferred:
