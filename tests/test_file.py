@@ -1,5 +1,6 @@
 """A File opens regular files and block devices, and refuses everything else clearly."""
 
+import asyncio
 import codecs
 import errno
 import fcntl
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import nvmeio
+import nvmeio.aio
 from helpers import (
     BLOCK,
     PAGE,
@@ -27,6 +29,7 @@ from helpers import (
     plugged,
     routes,
 )
+from nvmeio.safetensors.numpy import load_file, save_file
 
 
 def refused(call, *args, **options):
@@ -299,15 +302,41 @@ class TestPaths:
             assert file.read() == b"a234"
         assert routes(handle).total() == 5
 
-    @pytest.mark.parametrize("name", ["data\0more", b"data\0more"])
-    def test_a_null_character_ends_no_path(self, handle, folder, monkeypatch, name):
-        """open(2) would use only the part before it."""
+    # open(2) would use only the part before a null character.
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("data\0more", "null"),
+            (b"data\0more", "null"),
+            ("data\ud800", r"has the character '\\ud800', which the encoding of file"),
+        ],
+        ids=["null", "null in bytes", "half of a pair of surrogates"],
+    )
+    def test_a_path_that_the_system_cannot_have_is_refused(
+        self, handle, folder, monkeypatch, name, words
+    ):
         monkeypatch.chdir(folder)
-        with pytest.raises(ValueError, match="null"):
-            nvmeio.File(name, "w")
-        for call in (handle.write, handle.submit_write):
-            with pytest.raises(ValueError, match="null"):
-                call(b"1", name)
+        array = np.zeros(3)
+        for call in (
+            lambda: nvmeio.File(name, "w"),
+            lambda: handle.write(array, name),
+            lambda: handle.submit_write(array, name),
+            lambda: handle.write_many([(array, name, 0)]),
+            lambda: handle.scatter(name, [0], 8, array),
+            lambda: nvmeio.write_file(array, name, atomic=False),
+            lambda: nvmeio.write_file(array, name),
+            lambda: nvmeio.read_file(name),
+            lambda: nvmeio.save(name, array),
+            lambda: nvmeio.load(name),
+            lambda: nvmeio.ArrayFile(name),
+            lambda: nvmeio.ArrayFile.create(name, (3,), float),
+            lambda: nvmeio.Handle.from_profile(name),
+            lambda: save_file({"a": array}, name),
+            lambda: load_file(name),
+            lambda: asyncio.run(nvmeio.aio.write_file(array, name)),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
         assert os.listdir(folder) == []
 
     @pytest.mark.parametrize("file", [None, 1.5, ["data"]], ids=repr)

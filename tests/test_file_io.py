@@ -138,6 +138,15 @@ class TestMethods:
             file.seek(0)
             assert file.readline() == expected
 
+    def test_a_file_that_is_read_page_by_page_is_read_to_the_size(self):
+        """Each read(2) of such a file of /proc returns at most a page."""
+        with nvmeio.File("/proc/self/smaps") as file:
+            for size in (1000, 8192, 30_000):
+                file.seek(0)
+                assert len(file.read(size)) == size
+                file.seek(0)
+                assert file.readinto(bytearray(size)) == size
+
     def test_a_huge_read_size_takes_no_memory(self, path):
         path.write_bytes(b"12345")
         with nvmeio.File(path) as file:

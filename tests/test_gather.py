@@ -582,7 +582,11 @@ def test_a_gather_error_takes_what_every_os_error_takes(arguments):
     plain, error = OSError(*arguments), nvmeio.GatherError(*arguments)
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert (one.errno, one.strerror) == (plain.errno, plain.strerror)
-        assert (one.filename, one.args, str(one)) == (plain.filename, plain.args, str(plain))
+        assert (one.filename, one.args, str(one)) == (
+            plain.filename,
+            plain.args,
+            str(plain),
+        )
         assert (one.failures, one.index) == ((), -1)
 
 

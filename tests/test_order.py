@@ -347,6 +347,8 @@ class TestMany:
             ([(b"1", new, 0), (b"1", new, -1)], r"items\[1\].* is -1"),
             ([(b"1", new, 0), (object(), new, 0)], r"items\[1\]: expected an array"),
             ([(b"1", new, 0), (b"1", new, 2**63 - 1)], r"items\[1\]: the offset"),
+            ([(b"1", new, 0), (b"1", 1.5, 0)], r"items\[1\]: file is 1.5; it must"),
+            ([(b"1", new, 0), (b"1", "\ud800", 0)], r"items\[1\]: the path '\\ud800' has"),
         ]:
             with pytest.raises((TypeError, ValueError), match=message):
                 handle.submit_write_many(items)

@@ -18,6 +18,7 @@ from nvmeio._arguments.types import Path
 __all__ = [
     "Shape",
     "direct_choice",
+    "encoded",
     "exact_array",
     "extents_of",
     "flag",
@@ -120,9 +121,9 @@ def word(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def path_of(path: Path) -> str | bytes:
-    """Return a path as str or bytes, or raise TypeError."""
+    """Return a path as str or bytes, or raise TypeError or ValueError."""
     try:
-        return os.fspath(path)
+        found = os.fspath(path)
     except TypeError:
         arrays = ("__array_interface__", "__dlpack__")
         swapped = isinstance(path, bytearray | memoryview) or any(
@@ -132,6 +133,23 @@ def path_of(path: Path) -> str | bytes:
             f"path is {shown(path)}; it must be a str, bytes or os.PathLike"
             + (": are the two arguments swapped?" if swapped else "")
         ) from None
+    encoded(found)
+    return found
+
+
+def encoded(path: str | bytes) -> bytes:
+    """Return the bytes of a path that the system gets, or raise ValueError."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the path {path!r} has the character {path[error.start]!r}, which the "
+            f"encoding of file names, {error.encoding}, lacks"
+        ) from None
+    # The system would ignore the rest of the path.
+    if b"\0" in name:
+        raise ValueError(f"the path {path!r} has a null character")
+    return name
 
 
 def extents_of(shape: Shape) -> tuple[int, ...]:

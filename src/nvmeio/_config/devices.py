@@ -11,6 +11,7 @@ import stat
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 
 __all__ = ["Device", "device_of"]
@@ -62,7 +63,7 @@ def device_of(path: Path, *, sys: pathlib.Path = _SYS) -> Device:
 
     For the path of a block device, this is that device.
     """
-    descriptor = _open_nearest(os.fsdecode(path))
+    descriptor = _open_nearest(os.fsdecode(path_of(path)))
     try:
         found = os.fstat(descriptor)
         point, kind, source = _mount_of(descriptor)

@@ -27,6 +27,9 @@ cdef object error_of_parts(
     object path
 )
 
+# Raise an OSError, TypeError or ValueError again; its message names the item at fault.
+cdef int raise_of_item(Py_ssize_t index, object error) except -1
+
 # Return a hint for a file of /proc or /sys, which reports size 0; else "".
 cdef str hint_for(object path)
 

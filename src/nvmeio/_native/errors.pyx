@@ -100,6 +100,18 @@ cdef object error_of_parts(
     return kind(reported_errno(error), f"{words})", path, found)
 
 
+cdef int raise_of_item(Py_ssize_t index, object error) except -1:
+    # Not of the error's own class, whose arguments may differ (UnicodeEncodeError has five).
+    cdef str item = f"items[{index}]"
+    if not isinstance(error, OSError):
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{item}: {error}") from error
+    if error.errno is None:
+        # A signal handler raised it, and not the system.
+        raise error
+    raise OSError(error.errno, f"{error.strerror} ({item})", error.filename) from error
+
+
 cdef int raise_refused(nvmeio_op op, object path, int result) except -1:
     if -result == errno.EPIPE:
         raise ValueError("the handle is closed")

@@ -54,7 +54,7 @@ from nvmeio._libnvmeio.c_base cimport (
 from nvmeio._libnvmeio.c_file cimport nvmeio_file, nvmeio_file_info
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.errors cimport check, raise_because, raise_unclosed, warn_unclosed
-from nvmeio._arguments.checks import direct_choice, integer, path_of, shown, whole
+from nvmeio._arguments.checks import direct_choice, encoded, integer, path_of, shown, whole
 from nvmeio._files.paths import absolute
 
 cdef extern from "<fcntl.h>" nogil:
@@ -915,10 +915,7 @@ cdef nvmeio_direct direct_option(object direct) except *:
 
 cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
     """Open ``file.path``."""
-    name = os.fsencode(file.path)
-    # open(2) would ignore the rest of the path.
-    if b"\0" in name:
-        raise ValueError(f"the path {file.path!r} has a null character")
+    name = encoded(file.path)
     cdef const char *c_name = name
     cdef nvmeio_file *c = NULL
     cdef int result = -EINTR

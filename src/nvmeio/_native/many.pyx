@@ -25,7 +25,7 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, acquire, library_for
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport error_of_parts, raise_refused, verb_of
+from nvmeio._native.errors cimport error_of_parts, raise_of_item, raise_refused, verb_of
 from nvmeio._native.gather cimport failures_of
 from nvmeio._native.request cimport Request
 
@@ -70,7 +70,7 @@ cdef class ManyRequest(Request):
         try:
             held = acquire(memory, self.op == OP_READ)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"items[{index}]: {error}") from error
+            raise_of_item(index, error)
         if held.stage is not None:
             host = library_for(memory).host_like(memory)
             held.release()

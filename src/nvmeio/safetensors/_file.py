@@ -4,7 +4,7 @@ import errno
 import os
 from typing import Literal, cast
 
-from nvmeio._arguments.checks import direct_choice
+from nvmeio._arguments.checks import direct_choice, path_of
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 from nvmeio.safetensors._errors import SafetensorError
@@ -28,7 +28,7 @@ class ModelFile:
 
     def __init__(self, filename: str | os.PathLike[str], direct: Direct = "auto") -> None:
         direct = cast("Direct", direct_choice("direct", direct))
-        self.path = os.fspath(filename)
+        self.path = path_of(filename)
         self.file = File(self.path, direct=False)
         try:
             self.before = os.fstat(self.file.fileno())

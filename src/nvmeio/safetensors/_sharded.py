@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nvmeio._arguments.checks import flag, integer, shown
+from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
 from nvmeio.files import replace_file
@@ -117,7 +117,7 @@ def load_sharded(
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
     kind = framework_of(framework, device)
     rules = rules_of(kind, "mmap")
-    places = _places(os.fsdecode(folder_or_index))
+    places = _places(os.fsdecode(path_of(folder_or_index)))
     parts = dict(slices or {})
     if names is not None:
         wanted = list(dict.fromkeys(names))
@@ -326,7 +326,7 @@ def save_sharded(
     for shard in shards:
         # Refuse invalid tensors before the folder is created.
         build(((s.name, s.dtype, s.shape) for s in kind._sources(shard)), align=align)
-    folder = os.fsdecode(folder)
+    folder = os.fsdecode(path_of(folder))
     if sync:
         make_folders(os.path.abspath(folder))
     else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import flag
+from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._native.file import File
@@ -95,7 +95,7 @@ def saving(
     )
     contents = {source.name: source.contents for source in sources}
     total = layout.data_start + layout.data_bytes
-    path = os.fspath(filename)
+    path = path_of(filename)
     parts = parts_of(header, [contents[t.name] for t in layout.tensors if t.end > t.begin])
     follow = not _replaces_links.get()
     with naming(path):
