@@ -21,6 +21,12 @@ def test_requests_in_flight_stay_the_parents(slow, tmp_path, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_child_that_submits_nothing_starts_no_worker(tmp_path, engine):
+    report = run_child("fork_unused", folder=str(tmp_path), engine=engine).report
+    assert len(report["ends"]) == 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_threads_may_submit_while_another_forks(tmp_path, engine):
     report = run_child("fork_from_crowd", folder=str(tmp_path), engine=engine).report
     assert min(report["rounds"]) > 0

@@ -1,5 +1,7 @@
 """Handles in processes that fork."""
 
+import asyncio
+import atexit
 import functools
 import gc
 import multiprocessing
@@ -67,6 +69,28 @@ def fork_idle(folder, engine, count=8):
     read_checked(handle, path, data)
     handle.close()
     report({"engine": handle.stats()["engine"]})
+
+
+def fork_unused(folder, engine):
+    """End in a child that submits nothing, and check that it starts no worker."""
+    handles = [nvmeio.Handle(engine=engine, workers=2) for _ in range(3)]
+    read_checked(handles[0], f"{folder}/data", make_file(f"{folder}/data", 4096))
+
+    def child(end):
+        end(handles[0])
+        atexit._run_exitfuncs()
+        assert len(os.listdir("/proc/self/task")) == 1
+
+    ends = {
+        "exit": lambda handle: None,
+        "ask": lambda handle: (repr(handle), handle.pending),
+        "drain": nvmeio.Handle.drain,
+        "close": nvmeio.Handle.close,
+        "async with": lambda handle: asyncio.run(handle.__aexit__()),
+    }
+    for end in ends.values():
+        join(fork(child, end))
+    report({"ends": [*ends]})
 
 
 def fork_latencies(folder, engine):

@@ -236,6 +236,9 @@ async def close(workers: Workers, stop: Callable[[], None]) -> None:
 
 async def _drain(workers: Workers) -> None:
     """Wait until workers have nothing in flight."""
+    if workers.is_idle():
+        # Watching would start the workers of a forked child.
+        return
     watcher = watcher_of(workers, asyncio.get_running_loop())
     if watcher is None:
         return

@@ -963,7 +963,7 @@ cdef class Handle:
             if not CALLER.await_calls(self.core, end_ns):
                 break
             # A callback may have submitted more.
-            if self.core.pending() == 0 and not self.core.staged:
+            if self.core.is_idle():
                 return
         raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
 
@@ -1128,6 +1128,7 @@ cdef class Handle:
 
     cdef Request launch(self, Request request, bint waited_for, object after):
         """Start a request that is filled in."""
+        self.core.use()
         request._workers = self.core
         request.come_after(after, self.core)
         if request.is_blocked_already():

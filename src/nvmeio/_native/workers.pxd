@@ -10,9 +10,13 @@ cdef class Workers:
     cdef set staged           # StagedRequests, which only advance when polled
     cdef object event_loops   # weak references to event loops' watchers; None once stopped
     cdef unsigned generation  # fork_generation() of the process that both belong to
+    cdef bint unused          # in a forked child, until it submits: no worker has started
 
     # In a forked child, forget the parent's staged requests and event loops.
     cdef int own(self) except -1
+
+    # Do the same before a submission, which starts the workers of a forked child.
+    cdef int use(self) except -1
 
     # Advance staged requests, and finish all requests that are done, observed or not.
     cpdef int collect(self) except -1

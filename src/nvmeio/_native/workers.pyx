@@ -65,6 +65,12 @@ cdef class Workers:
             self.staged = set()
             if self.event_loops is not None:
                 self.event_loops = set()
+            self.unused = True
+        return 0
+
+    cdef int use(self) except -1:
+        self.own()
+        self.unused = False
         return 0
 
     cpdef int collect(self) except -1:
@@ -72,6 +78,8 @@ cdef class Workers:
         cdef unsigned count = 64, i
         cdef Request request
         self.own()
+        if self.unused:
+            return 0
         count = c_handle.handle_pop(self.c, users, 64)
         if count == 0 and not self.staged:
             return 0
@@ -98,6 +106,8 @@ cdef class Workers:
         cdef int64_t left = SLICE_NS
         cdef int result = -1
         self.own()
+        if self.unused:
+            return True
         while True:
             if end_ns >= 0:
                 left = min(SLICE_NS, max(0, end_ns - <int64_t> time.monotonic_ns()))
@@ -156,7 +166,8 @@ cdef class Workers:
             c_handle.handle_unwatch(self.c, fd)
 
     cdef unsigned pending(self) except *:
-        return c_handle.handle_pending(self.c)
+        self.own()
+        return 0 if self.unused else c_handle.handle_pending(self.c)
 
     cdef str engine(self):
         return c_handle.handle_engine(self.c).decode()
