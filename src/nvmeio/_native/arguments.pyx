@@ -74,10 +74,15 @@ cdef bint is_compressed(object file) except -1:
 
 
 cdef int64_t file_position(str name, object value) except -1:
+    return up_to(INT64_MAX, name, value)
+
+
+cdef int64_t up_to(int64_t most, str name, object value) except -1:
     if type(value) is not int:
         value = integer(name, value)
-    if not 0 <= value <= 2**63 - 1:
-        raise ValueError(f"{name} is {value}; it must be from 0 to 2**63 - 1")
+    if not 0 <= value <= most:
+        limit = "2**63 - 1" if most == INT64_MAX else most
+        raise ValueError(f"{name} is {value}; it must be from 0 to {limit}")
     return value
 
 

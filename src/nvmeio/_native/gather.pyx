@@ -12,7 +12,13 @@ from concurrent.futures import CancelledError
 import numpy
 
 cimport cython
-from cpython.buffer cimport PyBUF_WRITE, PyObject_CheckBuffer
+from cpython.buffer cimport (
+    PyBUF_SIMPLE,
+    PyBUF_WRITE,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
 from cpython.memoryview cimport PyMemoryView_FromMemory
@@ -28,6 +34,7 @@ from nvmeio._libnvmeio.c_request cimport (
     nvmeio_request,
 )
 from nvmeio._libnvmeio.c_gather cimport nvmeio_gather
+from nvmeio._native.arguments cimport file_position, up_to
 from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
@@ -36,7 +43,10 @@ from nvmeio._native.request cimport Request, fill_request
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
-from nvmeio._arguments.checks import exact_array, has_integers, whole
+from nvmeio._arguments.checks import exact_array, has_integers
+
+_ndarray = numpy.ndarray
+_int64 = numpy.dtype(numpy.int64)
 
 # _bring_back() reads memory, changes some of it and writes it back: one thread at a time.
 # An RLock, because a signal handler may interrupt that and do the same.
@@ -172,7 +182,7 @@ cdef class GatherRequest(Request):
     ) except? -1:
         cdef nvmeio_gather gather
         cdef int result
-        # Before lend(), because it runs Python code, which Ctrl-C may interrupt.
+        # Before lend(), because it may raise.
         self.describe(&gather)
         gather.file = self.file.lend()
         gather.pass_file = True
@@ -258,8 +268,12 @@ cdef str name_of(nvmeio_op op):
     return "gather" if op == OP_READ else "scatter"
 
 
-cdef int64_t *data_of(object array):
-    return <int64_t *> <uintptr_t> array.ctypes.data
+cdef int64_t *data_of(object array) except NULL:
+    """Return the address of a contiguous array, which the caller keeps alive."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
+    PyBuffer_Release(&view)
+    return <int64_t *> view.buf
 
 
 cdef GatherRequest new_gather(
@@ -271,9 +285,9 @@ cdef GatherRequest new_gather(
     host = request.take_memory(memory)
     request.offsets = integers("offsets", offsets)
     request.count = len(request.offsets)
-    request.gap_max = whole("max_gap", max_gap, 0, 2**30)
-    if numpy.ndim(sizes) == 0:
-        request.sizes = whole("sizes", sizes, 0, 2**63 - 1)
+    request.gap_max = up_to(2**30, "max_gap", max_gap)
+    if isinstance(sizes, int) or numpy.ndim(sizes) == 0:
+        request.sizes = file_position("sizes", sizes)
         total = request.count * request.sizes
     else:
         request.sizes = integers("sizes", sizes)
@@ -297,6 +311,14 @@ cdef GatherRequest new_gather(
 
 cdef object integers(str name, object values):
     """Return a one-dimensional array of int64; raise TypeError or ValueError."""
+    # Most often there is nothing to convert or to check.
+    if (
+        type(values) is _ndarray
+        and values.dtype is _int64
+        and values.ndim == 1
+        and values.flags.carray
+    ):
+        return values
     # Not all in one tuple: Cython 3.3 does not check there whether isinstance() raises, and
     # that of an abstract class, as Python code, may raise KeyboardInterrupt.
     if isinstance(values, (str, bytes)) or isinstance(values, os.PathLike):
