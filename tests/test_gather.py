@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from helpers import (
     need_direct,
     plugged,
     routes,
+    warm,
     warm_pages,
 )
 from nvmeio._native.gather import NewBytes
@@ -166,6 +168,16 @@ def cached_pages(path):
         return {page for page in pages if cached_fraction(file.fileno(), page * PAGE, 1)}
 
 
+def wakeups():
+    """Return how often each other thread of the process has gone to sleep."""
+    own, counts = threading.get_native_id(), {}
+    for task in Path("/proc/self/task").iterdir():
+        status = (task / "status").read_text()
+        counts[task.name] = status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]
+    del counts[str(own)]
+    return counts
+
+
 @pytest.fixture
 def on_disk(tmp_path):
     """A file of SIZE bytes on a disk with O_DIRECT."""
@@ -231,6 +243,41 @@ class TestPageCache:
             read = np.concatenate([out[: 10 * PAGE], out[20 * PAGE :]])
             assert np.array_equal(read, taken(offsets, sizes))
         assert 10 * PAGE + 1000 in found
+
+    @pytest.mark.parametrize("memory", ["plain", "strided", "placed", "bytes"])
+    def test_one_cached_record_is_read_by_the_calling_thread(
+        self, open_handle, on_disk, memory
+    ):
+        """No worker wakes, as one does for a cold record."""
+        wanted, places = taken([5000], [3000]).tobytes(), None
+        handle, woken = open_handle(), {False: [], True: []}
+        # Another process may read, or the kernel drop, a page at any moment.
+        for held in (False, True) * 5:
+            out = np.zeros(3000, np.uint8)
+            if memory == "strided":
+                out = np.zeros((3000, 2), np.uint8)[:, 0]
+            elif memory == "placed":
+                out, places = np.zeros(4000, np.uint8), [700]
+            elif memory == "bytes":
+                out = NewBytes(np.array([3000]))
+            warm_pages(on_disk, range(3 if held else 0))
+            before, requests = wakeups(), handle.stats()["requests"]
+            assert handle.gather(on_disk, [5000], 3000, out, out_offsets=places) == 3000
+            woken[held].append(wakeups() != before)
+            assert handle.stats()["requests"] == requests + 1
+            found = out.values[0] if memory == "bytes" else out.tobytes()
+            assert found == (bytes(700) + wanted + bytes(300) if places else wanted)
+        assert False in woken[True]
+        assert True in woken[False]
+
+    def test_one_record_fails_as_any_other(self, handle, on_disk):
+        """Its page is cached as far as the file goes."""
+        warm(on_disk)
+        with pytest.raises(nvmeio.GatherError, match=r"record 0 .* past the end") as past:
+            handle.gather(on_disk, [SIZE - 10], 11, np.zeros(11, np.uint8))
+        assert past.value.failures == ((0, errno.ENODATA),)
+        with pytest.raises(ValueError, match="does not fit into out"):
+            handle.gather(on_disk, [0], 11, np.zeros(10, np.uint8))
 
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):

@@ -23,6 +23,7 @@ cdef extern from "nvmeio/request.h" nogil:
         size_t size
         int64_t offset
         bint data_only
+        bint cached
         void *user
         nvmeio_after after
 

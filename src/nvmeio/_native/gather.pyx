@@ -32,6 +32,7 @@ from nvmeio._libnvmeio.c_request cimport (
     nvmeio_handle,
     nvmeio_outcome,
     nvmeio_request,
+    nvmeio_transfer,
 )
 from nvmeio._libnvmeio.c_gather cimport nvmeio_gather
 from nvmeio._native.arguments cimport file_position, up_to
@@ -39,7 +40,7 @@ from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
-from nvmeio._native.request cimport Request, fill_request
+from nvmeio._native.request cimport Request, fill_request, fill_transfer
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
@@ -196,7 +197,27 @@ cdef class GatherRequest(Request):
         return result
 
     cdef bint perform(self, nvmeio_handle *handle) except -1:
-        return False
+        """Read a record that the page cache has; leave others, and errors, to submit()."""
+        cdef nvmeio_gather gather
+        cdef nvmeio_transfer transfer
+        cdef size_t offender
+        cdef int result
+        self.describe(&gather)
+        if self.op != OP_READ or self.count != 1:
+            return False
+        if c_gather.gather_check(&gather, &offender) < 0:
+            return False
+        fill_transfer(self, &transfer)
+        transfer.cached = True
+        transfer.offset = gather.offsets[0]
+        if gather.places != NULL:
+            transfer.address = <char *> gather.address + gather.places[0]
+        with nogil:
+            result = c_request.perform(handle, &transfer, &self.c_outcome)
+        if result <= 0:
+            self.file.take_back(transfer.file)
+        self.performed = result == 1 and self.c_outcome.result >= 0
+        return self.performed
 
     cdef int raise_refusal(self, int result, size_t offender) except -1:
         if offender < <size_t> self.count:

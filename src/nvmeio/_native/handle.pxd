@@ -27,7 +27,7 @@ cdef class Handle:
     cdef Request begin_many(self, nvmeio_op op, object items, object after)
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result, object after
+        object places, object max_gap, object result, bint waited_for, object after
     )
 
     cdef object option(self, str name)

@@ -710,7 +710,7 @@ cdef class Handle:
         """
         return wait_or_cancel(
             self.begin_gather(
-                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, None
+                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, True, None
             )
         )
 
@@ -752,7 +752,7 @@ cdef class Handle:
                [  0,   1,   2]])
         """
         return self.begin_gather(
-            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, after
+            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, False, after
         )
 
     def scatter(self, file, offsets, sizes, buffer, *, buffer_offsets=None) -> int:
@@ -791,7 +791,7 @@ cdef class Handle:
         """
         return wait_or_cancel(
             self.begin_gather(
-                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, None
+                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, True, None
             )
         )
 
@@ -826,7 +826,7 @@ cdef class Handle:
         16
         """
         return self.begin_gather(
-            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, after
+            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, False, after
         )
 
     # The handle itself.
@@ -1115,7 +1115,7 @@ cdef class Handle:
 
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result, object after
+        object places, object max_gap, object result, bint waited_for, object after
     ):
         cdef GatherRequest request
         self.require_open()
@@ -1124,7 +1124,7 @@ cdef class Handle:
         if op == OP_WRITE and not isinstance(file, (int, File)):
             request.check_records()
         request.aim(self.files.find(file, op == OP_WRITE, True))
-        return self.launch(request, False, after)
+        return self.launch(request, waited_for, after)
 
     cdef Request launch(self, Request request, bint waited_for, object after):
         """Start a request that is filled in."""

@@ -7,6 +7,7 @@ from nvmeio._libnvmeio.c_request cimport (
     nvmeio_handle,
     nvmeio_outcome,
     nvmeio_request,
+    nvmeio_transfer,
 )
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File
@@ -122,3 +123,6 @@ cpdef object wait_or_cancel(Request request)
 cdef Request fill_request(
     Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset
 )
+
+# Fill in the library's description of the transfer, which takes over a reference.
+cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1

@@ -780,7 +780,6 @@ cdef list predecessors(object after, object workers):
 
 
 cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
-    """Fill in the library's description of the transfer, which takes over a reference."""
     transfer.op = request.op
     transfer.file = request.file.lend()
     transfer.pass_file = True
@@ -788,6 +787,7 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     transfer.size = request.nbytes
     transfer.offset = request.offset
     transfer.data_only = request.data_only
+    transfer.cached = False
     transfer.user = <void *> request
     transfer.after.count = 0
     return 0
