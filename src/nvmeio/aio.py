@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
-from nvmeio._arrays.elements import bytes_of
 from nvmeio._events.event_loop import InThread, in_thread
 from nvmeio._files.descriptors import cut
 from nvmeio._native.buffer import borrow
@@ -82,7 +81,7 @@ async def load(path: Path) -> npt.NDArray[Any]:
     file, layout, array = await in_thread(opened_npy, path)
     with file:
         if array.nbytes:
-            await default_handle().submit_read(bytes_of(array), file, layout.offset)
+            await default_handle().submit_read(array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
@@ -161,7 +160,7 @@ async def read_file(
     file, array, left = await in_thread(opened_for, path, offset, size, dtype)
     with file:
         if left:
-            await default_handle().submit_read(bytes_of(array), file, offset)
+            await default_handle().submit_read(array, file, offset)
     return as_dtype(array, dtype)
 
 

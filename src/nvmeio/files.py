@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import FileLike, Path
-from nvmeio._arrays.elements import bytes_of, element_of
+from nvmeio._arrays.elements import element_of
 from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
@@ -83,7 +83,7 @@ def read_file(
     file, array, left = opened_for(path, offset, size, dtype)
     with file:
         if left:
-            default_handle().read(bytes_of(array), file, offset)
+            default_handle().read(array, file, offset)
     return as_dtype(array, dtype)
 
 

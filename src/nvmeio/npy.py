@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
-from nvmeio._arrays.elements import bytes_of, storable
+from nvmeio._arrays.elements import storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
 from nvmeio._memory.registry import library_of
@@ -57,7 +57,7 @@ def load(path: Path) -> npt.NDArray[Any]:
     file, layout, array = opened_npy(path)
     with file:
         if array.nbytes:
-            default_handle().read(bytes_of(array), file, layout.offset)
+            default_handle().read(array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
@@ -123,4 +123,4 @@ def header_and_source(array: Any) -> tuple[bytes, Any]:
         return header_of(tuple(array.shape), storable(array.dtype)), array
     found = np.asarray(array)
     header = header_of(found.shape, storable(found.dtype))
-    return header, bytes_of(np.ascontiguousarray(found))
+    return header, np.ascontiguousarray(found)

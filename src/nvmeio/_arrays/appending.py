@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from nvmeio._arrays.elements import bytes_of
 from nvmeio._arrays.npy_header import has_magic, replace_shape
 from nvmeio._arrays.stored import StoredArray
 from nvmeio._files.locks import FileLock, locked_header
@@ -57,7 +56,7 @@ def _append_locked(
         os.ftruncate(descriptor, end)
     try:
         if rows.nbytes:
-            handle.write(bytes_of(rows), file, end)
+            handle.write(rows, file, end)
         if new != old:
             handle.fsync(file, data_only=True)
             _replace_header(descriptor, old, new)

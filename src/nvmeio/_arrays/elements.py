@@ -1,4 +1,4 @@
-"""Elements of arrays on disk: dtypes that are allowed, conversion of values, bytes."""
+"""Elements of arrays on disk: dtypes that are allowed, conversion of values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from nvmeio._arrays.npy_header import check_element
 from nvmeio._arrays.operators import Unread
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
 
-__all__ = ["Elements", "bytes_of", "element_of", "storable"]
+__all__ = ["Elements", "element_of", "storable"]
 
 Array = npt.NDArray[Any]
 
@@ -151,10 +151,3 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
     except (TypeError, ValueError, SyntaxError):
         pass
     raise TypeError(f"dtype is {dtype!r}; it must be a dtype of numpy or torch")
-
-
-def bytes_of(array: Array) -> Array:
-    """View an array as bytes, because numpy exports no buffer of dates, for example."""
-    if array.nbytes == 0:
-        return np.empty(0, np.uint8)
-    return array.view(np.dtype((np.void, array.dtype.itemsize)))

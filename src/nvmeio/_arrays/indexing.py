@@ -30,7 +30,8 @@ __all__ = [
 Positions = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+# Not frozen, and with slots: these are made for every read of a row.
+@dataclass(slots=True)
 class Axis:
     """One axis of a result, along which positions are equally spaced."""
 
@@ -38,14 +39,14 @@ class Axis:
     stride: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Points:
     """The axes of a result that the integer arrays and masks of an index produce."""
 
     offsets: Positions
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Selection:
     """The elements that an index selects: runs of neighbouring elements, in order."""
 
@@ -58,26 +59,30 @@ class Selection:
     @property
     def count(self) -> int:
         """The number of runs."""
-        return math.prod(
-            part.extent if isinstance(part, Axis) else part.offsets.size
-            for part in self.outer
-        )
+        count = 1
+        for part in self.outer:
+            count *= part.extent if isinstance(part, Axis) else part.offsets.size
+        return count
 
     @property
     def repeats(self) -> bool:
         """Whether an element may be selected twice."""
         return any(isinstance(part, Points) for part in self.outer)
 
-    def starts(self) -> Positions:
-        """Return the positions at which the runs begin, in the order of the result."""
-        found = np.array([self.base], np.int64)
+    def starts(self, begin: int = 0, item: int = 1) -> Positions:
+        """Return where the runs begin, in the order of the result.
+
+        These are positions; or offsets in bytes, if the array begins at `begin` and its
+        elements have `item` bytes.
+        """
+        found: Any = begin + self.base * item
         for part in self.outer:
             if isinstance(part, Axis):
-                steps = np.arange(part.extent, dtype=np.int64) * part.stride
+                steps = np.arange(part.extent, dtype=np.int64) * (part.stride * item)
             else:
-                steps = part.offsets.ravel()
-            found = (found[:, None] + steps).ravel()
-        return found
+                steps = part.offsets.ravel() * item
+            found = np.add.outer(found, steps).ravel()
+        return np.asarray(found, np.int64).reshape(-1)
 
     def hull(self) -> tuple[int, int]:
         """Return the position of the first selected element, and the end of the last.
@@ -108,7 +113,11 @@ class Selection:
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a C-ordered array, in elements."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides, stride = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, 0, -1):
+        stride *= shape[axis]
+        strides[axis - 1] = stride
+    return tuple(strides)
 
 
 def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positions:
@@ -120,6 +129,9 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
     least = -extent if wrap else 0
     if found.size == 0:
         return found.astype(np.int64)
+    # The most common case needs a single pass: as unsigned, negative ones are too large.
+    if found.dtype == np.int64 and found.view(np.uint64).max() < extent:
+        return found
     if int(found.min()) < least or int(found.max()) >= extent:
         wrong = found >= extent
         if found.dtype.kind != "u":
@@ -138,10 +150,12 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
 def select(index: Any, shape: Sequence[int]) -> Selection:
     """Return what an index selects from an array, by numpy's rules."""
     items = [_item_of(item) for item in (index if isinstance(index, tuple) else (index,))]
-    used = sum(_axes_of(item) for item in items)
+    used = omitted = 0
+    for item in items:
+        used += _axes_of(item)
+        omitted += item is Ellipsis
     if used > len(shape):
         raise IndexError(f"the index has {used} axes and the array {len(shape)}")
-    omitted = sum(item is Ellipsis for item in items)
     if omitted > 1:
         raise IndexError("an index can have only one Ellipsis ('...')")
     walk = _Walk(shape)
@@ -182,7 +196,7 @@ Item = None | int | slice | EllipsisType | npt.NDArray[Any]
 
 def _item_of(item: Any) -> Item:
     """Convert an item of an index to one of a few types, or raise IndexError."""
-    if item is None or item is Ellipsis or isinstance(item, slice):
+    if item is None or item is Ellipsis or type(item) is int or isinstance(item, slice):
         return item
     # Check the shape too: torch converts any tensor with a single element to an integer.
     if not isinstance(item, bool | np.bool_) and getattr(item, "shape", ()) == ():
@@ -232,7 +246,9 @@ class _Walk:
             self._axes.append(Axis(1, 0))
         elif item is Ellipsis:
             for _ in range(omitted):
-                self._take_slice(slice(None))
+                stride = self._strides[self._axis]
+                self._axes.append(Axis(self._shape[self._axis], stride))
+                self._axis += 1
         elif isinstance(item, slice):
             self._take_slice(item)
         else:

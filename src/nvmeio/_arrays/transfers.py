@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arrays.elements import Elements, bytes_of
+from nvmeio._arrays.elements import Elements
 from nvmeio._arrays.indexing import Selection, last_of_each, select
 from nvmeio._arrays.stored import StoredArray
 from nvmeio._memory.registry import library_of
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 _SPACING_BYTES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Transfer:
     """Records of a file, and the memory to read them into or write them from."""
 
@@ -43,12 +43,10 @@ class Transfer:
 
 def names_fields(array: StoredArray, index: Any) -> bool:
     """Return whether an index names fields of a structured dtype."""
+    if array.elements.dtype.names is None:
+        return False
     names = index if isinstance(index, list) else [index]
-    return bool(
-        array.elements.dtype.names
-        and names
-        and all(isinstance(name, str) for name in names)
-    )
+    return bool(names) and all(isinstance(name, str) for name in names)
 
 
 def reading(array: StoredArray, index: Any, out: Any) -> Transfer:
@@ -61,7 +59,7 @@ def reading(array: StoredArray, index: Any, out: Any) -> Transfer:
         return _staged(array, records, layout.offset, take, part.shape, part.dtype, out)
     selection = select(index, layout.shape)
     item, count = layout.dtype.itemsize, selection.count
-    if count < 2 or selection.run == 0:
+    if count < 2 or selection.run == 0 or selection.run * item > _SPACING_BYTES * count:
         return gathering(array, selection, out)
     low, high = selection.hull()
     if (high - low) * item > _SPACING_BYTES * count:
@@ -87,13 +85,13 @@ def _staged(
     def make() -> Any:
         library, taken = library_of(target), take()
         if library is None:
-            memcpy(target, bytes_of(taken))
+            memcpy(target, taken)
         else:
             memcpy(target, library.to_tensor(taken, target.dtype))
         return result
 
     offsets = [offset] if staging.nbytes else []
-    return Transfer(offsets, staging.nbytes, bytes_of(staging), make=make)
+    return Transfer(offsets, staging.nbytes, staging, make=make)
 
 
 def gathering(array: StoredArray, selection: Selection, out: Any) -> Transfer:
@@ -115,15 +113,15 @@ def storing(array: StoredArray, selection: Selection, value: Any) -> Transfer:
         if len(last) < len(offsets):
             values = values.reshape(len(offsets), -1)[last]
             offsets = offsets[last]
-    return Transfer(offsets, nbytes, bytes_of(values))
+    return Transfer(offsets, nbytes, values)
 
 
 def _records(array: StoredArray, selection: Selection) -> tuple[Any, int]:
     """Return the offsets in the file of a selection's runs, and their size."""
-    item = array.elements.dtype.itemsize
     if selection.run == 0:
         return [], 0
-    return array.layout.offset + selection.starts() * item, selection.run * item
+    item = array.elements.dtype.itemsize
+    return selection.starts(array.layout.offset, item), selection.run * item
 
 
 def _target(
@@ -132,7 +130,7 @@ def _target(
     """Return the memory to fill, and the result that shares it."""
     if out is None:
         array: Array = np.empty(shape, dtype)
-        return bytes_of(array), elements.to_result(array)
+        return array, elements.to_result(array)
     library = library_of(out)
     if library is not None:
         same = out.dtype == elements.tensor_dtype
@@ -158,4 +156,4 @@ def _target(
         raise ValueError(
             f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
         )
-    return out if library else bytes_of(out), out
+    return out, out
