@@ -48,7 +48,7 @@ BATCH = {
 }
 FIXED = {**BATCH, "fixedbufs": 1, "registerfiles": 1}
 # The names of --only.
-GROUPS = ("loop", "fio", "peers", "merge")
+GROUPS = ("loop", "fio", "peers", "merge", "cached")
 # The exponent of the skew: a few rows are read again and again.
 ZIPF = 1.2
 
@@ -243,6 +243,47 @@ def merge_comparisons(scratch: Scratch) -> Iterator[Comparison]:
         yield Comparison(work, names, turns, False, record_bytes=row_bytes)
 
 
+def cached_comparisons(scratch: Scratch) -> Iterator[Comparison]:
+    """Compare calls for few cached rows of 4 KiB with numpy.memmap, call by call."""
+    shape = (SLOW_ROWS, ROW_BYTES)
+    mapped = np.memmap(scratch.path, np.uint8, "r", shape=shape)
+    array = nvmeio.ArrayFile(scratch.path, dtype=np.uint8, shape=shape)
+    rows = np.random.default_rng(0).permutation(SLOW_ROWS)
+    offsets, out = rows[:, None] * ROW_BYTES, np.empty(ROW_BYTES, np.uint8)
+    some = np.resize(rows, (SLOW_ROWS, 16))
+
+    def turn(read: Callable[[int], int]) -> Callable[[], Sample]:
+        def take() -> Sample:
+            # Cache and map the rows.
+            mapped.max()
+            return measured(lambda: sum(map(read, range(SLOW_ROWS))))
+
+        return take
+
+    ways: dict[str, tuple[float, Callable[[int], int], Callable[[int], int]]] = {
+        "gather of one row": (
+            8,
+            lambda i: scratch.handle.gather(scratch.file, offsets[i], ROW_BYTES, out),
+            lambda i: mapped[rows[i]].copy().nbytes,
+        ),
+        "ArrayFile[i]": (
+            12,
+            lambda i: array[i].nbytes,
+            lambda i: mapped[i].copy().nbytes,
+        ),
+        "ArrayFile[16 rows]": (
+            30 / 16,
+            lambda i: array[some[i]].nbytes,
+            lambda i: mapped[some[i]].nbytes,
+        ),
+    }
+    for name, (goal, ours, theirs) in ways.items():
+        work, names = f"cached rows of 4 KiB, {name}", (name, "numpy.memmap")
+        goals = (Goal("CPU us", goal),)
+        turns = turn(ours), turn(theirs)
+        yield Comparison(work, names, turns, False, goals, ROW_BYTES)
+
+
 def on_one_processor(turn: Turn, *pids: int) -> Turn:
     """Return the same turn, with all threads of some processes on one processor."""
 
@@ -296,6 +337,8 @@ def all_comparisons(
         others += peer_comparisons(places["disk"], peers.module("caio"))
     if "merge" in names:
         others += merge_comparisons(places["disk"])
+    if "cached" in names:
+        others += cached_comparisons(places["disk"])
     return loop, others
 
 
