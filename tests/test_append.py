@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import io
 import itertools
 import os
 import pickle
@@ -22,7 +21,6 @@ from helpers import MIB, PAGE, fork, left_open, limit
 from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
-from nvmeio._arrays import creating
 from nvmeio._arrays.stored import StoredArray
 from nvmeio._files import locks
 
@@ -522,10 +520,6 @@ class TestOthers:
             assert waits.wait(30)
             return half + pwrite(descriptor, data[half:], offset + half)
 
-        class Halfway(io.FileIO):
-            def write(self, data):
-                return halfway(self.fileno(), data, 0)
-
         def noting(descriptor, command, lock):
             if lock.startswith(struct.pack("h", fcntl.F_RDLCK)):
                 waits.set()
@@ -544,7 +538,6 @@ class TestOthers:
             monkeypatch.context() as patch,
         ):
             patch.setattr(os, "pwrite", halfway)
-            patch.setattr(creating, "opened_anew", lambda path, **_: Halfway(path, "r+"))
             patch.setattr(fcntl, "fcntl", noting)
             writing = pool.submit(write)
             assert torn.wait(30)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import io
 import math
 import os
 import pickle
@@ -36,7 +35,7 @@ from helpers import (
 )
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
-from nvmeio._arrays import creating, transfers
+from nvmeio._arrays import transfers
 
 # The size of a worker's bounce: NVMEIO_BOUNCE_BYTES.
 BOUNCE_BYTES = 256 << 10
@@ -580,16 +579,16 @@ class TestCreating:
 
     @pytest.mark.parametrize("size", [0, 10, 9000])
     def test_a_header_that_fails_half_written_is_undone(self, path, size, monkeypatch):
-        class Failing(io.FileIO):
-            def write(self, data):
-                super().write(data[: len(data) // 2])
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        pwrite = os.pwrite
+
+        def half(file, data, offset):
+            patch.undo()
+            pwrite(file, data[: len(data) // 2], offset)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         path.write_bytes(pattern(size))
         with monkeypatch.context() as patch:
-            patch.setattr(
-                creating, "opened_anew", lambda path, overwrite: Failing(path, "r+")
-            )
+            patch.setattr(os, "pwrite", half)
             with pytest.raises(OSError, match="Input/output error"):
                 ArrayFile.create(path, (3000,), "f4", overwrite=True)
         assert path.read_bytes() == pattern(size)

@@ -17,13 +17,15 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 
 # For each folder of the package, the folders that it may import and cimport.  "" stands
 # for the modules in no folder, _libnvmeio for the C library as Cython sees it.
-# _native.settings is below the rest of _native/, so that _config/ may use it.
+# _native.settings and _native.descriptor are below the rest of _native/, so that _config/
+# and _files/ may use them.
 FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
     "_events": set(),
     "_native.settings": {"_libnvmeio"},
-    "_files": {"_arguments", "_events"},
+    "_native.descriptor": {"_arguments"},
+    "_files": {"_arguments", "_events", "_native.descriptor"},
     "_memory": {"_arguments", "_events"},
     "_config": {"_arguments", "_files", "_native.settings"},
     "_native": {"_libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},

@@ -1,14 +1,14 @@
 """Create the file of an array, or replace the contents of one."""
 
-import contextlib
 import errno
 import fcntl
 import os
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from nvmeio._arrays.npy_header import Layout, check_extents, header_of
+from nvmeio._files.descriptors import Descriptor, best_effort
 from nvmeio._files.locks import locked_header
 from nvmeio._files.paths import naming
 
@@ -33,37 +33,37 @@ def create_file(
             "limit is 2**63 - 1"
         )
     check_extents(extents, element)
-    with (
-        naming(path),
-        opened_anew(path, overwrite=overwrite) as stream,
-        locked_header(stream.fileno(), fcntl.F_WRLCK),
-    ):
-        before, old = os.fstat(stream.fileno()).st_size, b""
+    made, before, old = Descriptor(), None, b""
+    with naming(path), made:
         try:
-            # Extend it first: if the file system refuses the size, nothing is lost.
-            stream.truncate(max(size, before))
-            old = os.pread(stream.fileno(), len(header), 0)
-            if stream.write(header) != len(header):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _open_anew(made, path, overwrite=overwrite)
+            file = made.number
+            with locked_header(file, fcntl.F_WRLCK):
+                before = os.fstat(file).st_size
+                # Extend it first: if the file system refuses the size, nothing is lost.
+                os.ftruncate(file, max(size, before))
+                old = os.pread(file, len(header), 0)
+                if os.pwrite(file, header, 0) != len(header):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                # From here on, the old contents are gone.
+                before = None
+                os.ftruncate(file, len(header))
+                os.ftruncate(file, size)
         except BaseException:
-            if overwrite:
-                # On a full drive, writing zeros to a hole may fail; it reads as zeros.
-                with contextlib.suppress(OSError):
-                    os.pwrite(stream.fileno(), old, 0)
-                os.ftruncate(stream.fileno(), before)
-            else:
+            if not overwrite and made.number >= 0:
                 os.unlink(path)
+            elif before is not None:
+                # On a full drive, writing zeros to a hole may fail; it reads as zeros.
+                with best_effort():
+                    os.pwrite(made.number, old, 0)
+                os.ftruncate(made.number, before)
             raise
-        stream.truncate(len(header))
-        stream.truncate(size)
 
 
-def opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
+def _open_anew(file: Descriptor, path: str | bytes, *, overwrite: bool) -> None:
     """Create a file, or open one that ``overwrite`` permits the caller to truncate."""
-    flags = os.O_RDWR | os.O_CREAT | (0 if overwrite else os.O_EXCL)
     try:
-        # Without a buffer, which close() would write out after an error, too.
-        return open(path, "r+b", 0, opener=lambda name, _: os.open(name, flags, 0o666))
+        file.open(path, os.O_RDWR | os.O_CREAT | (0 if overwrite else os.O_EXCL))
     except FileExistsError as error:
         words = f"{error.strerror}; overwrite=True replaces its contents"
         raise FileExistsError(error.errno, words, path) from None

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import Descriptor, opened
 
 __all__ = ["Device", "device_of"]
 
@@ -63,12 +64,9 @@ def device_of(path: Path, *, sys: pathlib.Path = _SYS) -> Device:
 
     For the path of a block device, this is that device.
     """
-    descriptor = _open_nearest(os.fsdecode(path_of(path)))
-    try:
+    with _open_nearest(os.fsdecode(path_of(path))) as descriptor:
         found = os.fstat(descriptor)
         point, kind, source = _mount_of(descriptor)
-    finally:
-        os.close(descriptor)
     number = found.st_rdev if stat.S_ISBLK(found.st_mode) else found.st_dev
     block = _block_device(number, source, sys)
     return Device(
@@ -81,11 +79,11 @@ def device_of(path: Path, *, sys: pathlib.Path = _SYS) -> Device:
     )
 
 
-def _open_nearest(path: str) -> int:
+def _open_nearest(path: str) -> Descriptor:
     """Open a path, or its nearest existing parent, with O_PATH."""
     while True:
         try:
-            return os.open(path, os.O_PATH | os.O_CLOEXEC)
+            return opened(path, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):
             # The path may be a link to something that does not exist.
             resolved = os.path.realpath(path)

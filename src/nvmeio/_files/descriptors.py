@@ -1,29 +1,38 @@
-"""Descriptors: open and close those of directories and lock files, truncate files."""
+"""Descriptors: those of directories, truncation, and errors that do not matter."""
 
-import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
-__all__ = ["FOLDER", "close_quietly", "cut", "opened"]
+from nvmeio._native.descriptor import Descriptor, opened
+
+__all__ = ["FOLDER", "Descriptor", "best_effort", "close_quietly", "cut", "opened"]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
-@contextlib.contextmanager
-def opened(path: str | bytes, flags: int) -> Iterator[int]:
-    """Open a file or directory for the duration of a ``with`` block."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        close_quietly(descriptor)
+class best_effort:  # noqa: N801  # like contextlib.suppress
+    """Ignore the system's errors in a ``with`` block: every OSError that has an errno.
+
+    One without, such as a TimeoutError, was raised by a signal handler of the program.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, OSError) and error.errno is not None
 
 
 def close_quietly(descriptor: int) -> None:
     """Close a descriptor; ignore errors, which mean nothing after reading or a sync."""
-    with contextlib.suppress(OSError):
+    with best_effort():
         os.close(descriptor)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 
 from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
-from nvmeio._files.descriptors import close_quietly
+from nvmeio._files.descriptors import Descriptor, best_effort, opened
 from nvmeio._files.paths import naming
 
 __all__ = [
@@ -27,19 +27,35 @@ __all__ = [
 ]
 
 _HOLDER_BYTES_MAX = 300
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-class WriterLock:
+class _Lock:
+    """A lock on a file that this opened: it ends at the latest with its object."""
+
+    def __init__(self) -> None:
+        self._opened = Descriptor()
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor that has the lock, or -1."""
+        return self._opened.number
+
+    def close(self) -> None:
+        """Release the lock, if it is held."""
+        self._opened.close()
+
+
+class WriterLock(_Lock):
     """The lock of a directory's only writer.  Its file stays and names the last holder.
 
     `owner` describes the holder, such as "a Checkpointer"; `doing` describes its work.
     """
 
     def __init__(self, folder: str, name: str, owner: str, doing: str) -> None:
+        super().__init__()
         self.path = os.path.join(folder, name)
         self.owner, self.doing = owner, doing
-        self.descriptor = -1
 
     def take(self) -> bool:
         """Take the lock; return False if it was held already.
@@ -50,19 +66,19 @@ class WriterLock:
             return False
         # If it was held, its directory was removed, and may have been created anew.
         with naming(self.path):
-            descriptor = os.open(self.path, _FLAGS, 0o666)
+            made = opened(self.path, _FLAGS)
             try:
                 # Another user may have linked this name to a file that must not be changed.
-                found = os.fstat(descriptor)
+                found = os.fstat(made.number)
                 if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
                     words = f"it is not a file of {self.owner}, or has other links"
                     raise OSError(errno.EINVAL, words)
-                _lock(descriptor, self.doing)
+                _lock(made.number, self.doing)
             except BaseException:
-                close_quietly(descriptor)
+                made.close()
                 raise
-        self.release()
-        self.descriptor = descriptor
+        self.close()
+        self._opened = made
         in_child_close(self)
         return True
 
@@ -73,14 +89,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Release the lock."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            close_quietly(descriptor)
-
-    close = release
-
-    def __del__(self) -> None:
-        self.release()
+        self.close()
 
 
 def _lock(descriptor: int, doing: str) -> None:
@@ -104,7 +113,7 @@ def _has_name(descriptor: int, path: str) -> bool:
         return False
 
 
-class FileLock:
+class FileLock(_Lock):
     """The lock of an open file, which one thread of one process holds at a time.
 
     Entering the context opens the file anew, because threads that share an open file share
@@ -112,12 +121,11 @@ class FileLock:
     """
 
     def __init__(self, file: HasFileno, flags: int = os.O_RDWR) -> None:
+        super().__init__()
         self._file, self._flags = file, flags
-        self.descriptor = -1
 
     def __enter__(self) -> "FileLock":
-        path = f"/proc/self/fd/{self._file.fileno()}"
-        self.descriptor = os.open(path, self._flags | os.O_CLOEXEC)
+        self._opened.open(f"/proc/self/fd/{self._file.fileno()}", self._flags)
         in_child_close(self)
         return self
 
@@ -129,17 +137,13 @@ class FileLock:
             return False
         return True
 
-    def close(self) -> None:
-        """Release the lock, if it is held."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            close_quietly(descriptor)
-
     def __exit__(self, *_: object) -> None:
-        # Not only by closing: a child may have been forked before in_child_close().
-        with contextlib.suppress(OSError):
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        self.close()
+        try:
+            # Not only by closing: a child may have been forked before in_child_close().
+            with best_effort():
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        finally:
+            self.close()
 
 
 @contextlib.contextmanager
@@ -147,7 +151,7 @@ def locked_for_reading(file: HasFileno) -> Iterator[int]:
     """Take a shared lock on a file, waiting for its holder; yield a new descriptor."""
     with FileLock(file, os.O_RDONLY) as lock:
         # Where a file cannot be locked, nobody has locked it.
-        with contextlib.suppress(OSError):
+        with best_effort():
             fcntl.flock(lock.descriptor, fcntl.LOCK_SH)
         yield lock.descriptor
 
@@ -161,13 +165,13 @@ def locked_header(descriptor: int, kind: int) -> Iterator[None]:
     belongs to the open file, so each thread must have opened the file itself.
     """
     # Where a file cannot be locked, nobody has locked it.
-    with contextlib.suppress(OSError):
+    with best_effort():
         _lock_first_byte(descriptor, kind)
     try:
         yield
     finally:
         # Not only by closing: a child may have been forked meanwhile.
-        with contextlib.suppress(OSError):
+        with best_effort():
             _lock_first_byte(descriptor, fcntl.F_UNLCK)
 
 

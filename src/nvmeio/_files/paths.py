@@ -42,10 +42,13 @@ def absolute(path: Path) -> str | bytes:
 
 @contextlib.contextmanager
 def naming(path: str | bytes, words: str = "") -> Iterator[None]:
-    """Add a path, and words, to every OSError of the block."""
+    """Add a path, and words, to every OSError of the system in the block."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         raise OSError(error.errno, f"{error.strerror}{words}", path) from error
 
 

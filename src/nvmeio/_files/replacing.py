@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from nvmeio._files.descriptors import FOLDER, opened
+from nvmeio._files.descriptors import FOLDER, best_effort, opened
 from nvmeio._files.paths import resolved
 
 __all__ = ["become_like", "is_replaceable", "link", "replacement"]
@@ -20,7 +20,9 @@ def is_replaceable(path: str | bytes) -> bool:
     except FileNotFoundError:
         # If the directory is missing too, opening the file reports it.
         return os.path.isdir(os.path.dirname(os.path.abspath(os.fsdecode(path))))
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            raise
         # Opening the file reports the error.
         return False
     # /proc/PID/fd/N leads to an open file, but is not its name.
@@ -33,7 +35,9 @@ def _is_mounted(target: str) -> bool:
     """Return whether a file is a mount point, as in containers: it cannot be replaced."""
     try:
         return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
-    except (OSError, ValueError):
+    except OSError as error:
+        if error.errno is None:
+            raise
         # There is no /proc, or the file was removed meanwhile.
         return False
 
@@ -44,7 +48,7 @@ def _mount_of(path: str) -> int:
         opened(path, os.O_PATH) as descriptor,
         open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
     ):
-        return int(file.read().split(b"mnt_id:")[1].split()[0])
+        return int(file.read().partition(b"mnt_id:")[2].split()[0])
 
 
 @contextlib.contextmanager
@@ -78,12 +82,12 @@ def become_like(descriptor: int, target: str) -> None:
         mode &= ~0o070
     names: list[str] = []
     # Some file systems have no extended attributes.
-    with contextlib.suppress(OSError):
+    with best_effort():
         names = os.listxattr(target)
     for name in names:
         # Capabilities belong to the old contents; the kernel drops them on a write too.
         if name != "security.capability":
-            with contextlib.suppress(OSError):
+            with best_effort():
                 os.setxattr(descriptor, name, os.getxattr(target, name))
     # Some file systems have a fixed mode, and refuse even fchmod() to that mode.
     if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
