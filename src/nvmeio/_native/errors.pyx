@@ -54,7 +54,10 @@ cdef str hint_for(object path):
     """Return a hint for a file of /proc or /sys, which reports a wrong size; else ""."""
     try:
         of_kernel = os.path.realpath(path).startswith(("/proc/", "/sys/"))
-    except (OSError, TypeError):
+    except (OSError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            # A signal handler raised it.
+            raise
         return ""
     return "; nvmeio.read_file() reads the kernel's own files" if of_kernel else ""
 
@@ -101,7 +104,7 @@ cdef object error_of_parts(
 
 
 cdef int raise_of_item(Py_ssize_t index, object error) except -1:
-    # Not of the error's own class, whose arguments may differ (UnicodeEncodeError has five).
+    # Not of the error's own class, which may take other arguments.
     cdef str item = f"items[{index}]"
     if not isinstance(error, OSError):
         kind = TypeError if isinstance(error, TypeError) else ValueError

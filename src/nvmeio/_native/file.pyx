@@ -629,7 +629,10 @@ cdef object where(object path):
         return path
     try:
         return absolute(path)
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         return None
 
 

@@ -134,6 +134,9 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
 
 cdef bint await_descriptors(OpenFiles files, object error) except -1:
     """If descriptors ran out, wait until one may be free; return False otherwise."""
+    if error.errno is None:
+        # A signal handler raised it.
+        raise error
     return error.errno in (errno.EMFILE, errno.ENFILE) and release_some(files)
 
 

@@ -109,7 +109,10 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
                 hits += os.preadv(descriptor, [byte], place, os.RWF_NOWAIT)
             except BlockingIOError:
                 pass
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         return 0.0
     finally:
         # Later reads through this descriptor need their readahead back.

@@ -769,7 +769,9 @@ cdef class aio_handle:
 
     cdef object failed(self, object error):
         """Log and keep an error and return -1, or raise it, as ``errors`` says."""
-        if self.contract["errors"] != "status" or not isinstance(error, OSError):
+        raises = self.contract["errors"] != "status"
+        # A signal handler raised an OSError that has no errno, such as a TimeoutError.
+        if raises or not isinstance(error, OSError) or error.errno is None:
             raise error
         self.last_error = error
         _log.error("%s", error)
@@ -839,6 +841,8 @@ cdef class _Validation:
                 own = open_path(link, O_RDONLY, "rb", DIRECT_NEVER)
                 c = own.c
         except OSError as error:
+            if error.errno is None:
+                raise
             words = f"cannot validate: {error.strerror}"
             return OSError(error.errno, words, self.file.path)
         held = acquire(self.buffer, False)

@@ -133,6 +133,9 @@ def _with_status(transfer: Callable[P, int]) -> Callable[P, int]:
         try:
             return transfer(*args, **kwargs)
         except OSError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
             # The frames of a traceback would keep the buffer alive.
             _thread.error = error.with_traceback(None)
             _log.error("%s", error)

@@ -67,8 +67,9 @@ class ModelFile:
         """Open the file again with O_DIRECT; with "auto", only if the system allows it."""
         try:
             other = File(self.path, direct=direct)
-        except OSError:
-            if direct is True:
+        except OSError as error:
+            # Without an errno, a signal handler raised it.
+            if direct is True or error.errno is None:
                 raise
             # It was renamed, or its mode was changed, so keep the file that is open.
             return

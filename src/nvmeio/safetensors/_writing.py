@@ -150,6 +150,9 @@ def reserve(file: File, nbytes: int, path: str) -> None:
     try:
         file.preallocate(nbytes)
     except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         # Some file systems cannot preallocate.
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise _named(error, file, nbytes, path) from None
