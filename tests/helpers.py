@@ -195,6 +195,15 @@ def limit(kind, value):
 
 
 @contextlib.contextmanager
+def no_descriptors():
+    """Let this process open no more descriptors."""
+    free = os.dup(0)
+    os.close(free)
+    with limit(resource.RLIMIT_NOFILE, free):
+        yield
+
+
+@contextlib.contextmanager
 def plugged(handle, folder):
     """Keep the only worker of a handle busy, so that later requests stay queued.
 

@@ -1,5 +1,6 @@
 """Callbacks are called without anybody waiting, and keep nothing alive."""
 
+import _thread
 import asyncio
 import concurrent.futures
 import gc
@@ -16,7 +17,7 @@ import pytest
 
 import nvmeio
 from children import run_child
-from helpers import BLOCK, pattern
+from helpers import BLOCK, no_descriptors, pattern
 from nvmeio._events import caller as _caller
 
 CALLER = "nvmeio-callbacks"
@@ -207,19 +208,60 @@ def test_a_callback_must_be_callable(open_handle, path):
     request.wait()
 
 
-def test_callbacks_survive_a_failure_to_start_their_thread(tmp_path, monkeypatch):
-    """No thread can start, as at the system's limit; the next attempt calls both."""
+def refuse_thread(*_):
+    raise RuntimeError("can't start new thread")
+
+
+# No thread can start, as at the system's limit.
+REFUSED = pytest.mark.parametrize(
+    ("owner", "name"), [(_thread, "start_new_thread"), (threading.Thread, "start")]
+)
+
+
+@REFUSED
+def test_callbacks_survive_a_failure_to_start_their_thread(
+    tmp_path, monkeypatch, caplog, owner, name
+):
+    """The next attempt calls both."""
     handle, path = nvmeio.Handle(), tmp_path / "file"
     while _caller.CALLER._thread is not None:
         time.sleep(0.01)
     with handle, monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", _refuse)
+        patched.setattr(owner, name, refuse_thread)
         called = [threading.Event(), threading.Event()]
         source = np.zeros(64 << 20, np.uint8)
         handle.submit_write(source, path).add_done_callback(lambda _: called[0].set())
+        while "cannot start" not in caplog.text:
+            time.sleep(0.001)
         patched.undo()
         handle.submit_write(source, path).add_done_callback(lambda _: called[1].set())
         assert all(event.wait(60) for event in called)
+
+
+@pytest.mark.parametrize("end", [nvmeio.Handle.close, nvmeio.Handle.drain])
+@REFUSED
+def test_the_end_calls_back_if_no_thread_can(tmp_path, monkeypatch, owner, name, end):
+    while _caller.CALLER._thread is not None:
+        time.sleep(0.01)
+    with nvmeio.Handle() as handle:
+        monkeypatch.setattr(owner, name, refuse_thread)
+        request = handle.submit_write(np.zeros(BLOCK, np.uint8), tmp_path / "file")
+        called = []
+        request.add_done_callback(called.append)
+        # It is done, and so not waited for, but its callbacks were not called by the end.
+        end(handle)
+        assert called == [request]
+
+
+def test_without_descriptors_callbacks_are_called_too(tmp_path):
+    while _caller.CALLER._thread is not None:
+        time.sleep(0.01)
+    with nvmeio.Handle() as handle, nvmeio.File(tmp_path / "file", "w") as file:
+        request = handle.submit_write(np.zeros(64 << 20, np.uint8), file)
+        with no_descriptors():
+            called = threading.Event()
+            request.add_done_callback(lambda _: called.set())
+            assert called.wait(60)
 
 
 def test_a_closed_descriptor_is_no_longer_watched(open_handle, path, monkeypatch):
@@ -237,10 +279,6 @@ def test_a_closed_descriptor_is_no_longer_watched(open_handle, path, monkeypatch
             handle.submit_read(memory, path)
             handle.drain()
             assert os.fstat(file.fileno()).st_size == 0
-
-
-def _refuse(thread):
-    raise RuntimeError("can't start new thread")
 
 
 def test_a_forked_child_calls_its_own_callbacks(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 
 import nvmeio
 from children import run_child
-from helpers import ENGINES, PAGE, SLOW, Guarded, pattern, plugged
+from helpers import ENGINES, PAGE, SLOW, Guarded, no_descriptors, pattern, plugged
 from mounts import SLOW_PLACES
 from nvmeio._events.listener import Listener
 
@@ -445,14 +445,10 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_async_with_ends_without_descriptors(self, slow_handle, path, run, monkeypatch):
-        def refuse(*_):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    def test_async_with_ends_without_descriptors(self, slow_handle, path, run):
         async def main():
             with plugged(slow_handle, path.parent) as plugs:
-                with monkeypatch.context() as patched:
-                    patched.setattr(os, "eventfd", refuse)
+                with no_descriptors():
                     task = asyncio.create_task(leave(slow_handle))
                     await asyncio.sleep(0.01)
                 assert not task.done()
@@ -578,6 +574,50 @@ class TestDescriptors:
         with pytest.raises(BlockingIOError):
             os.eventfd_read(reused)
         os.close(reused)
+
+    @pytest.mark.parametrize("way", ["await", "async for", "as_completed", "wait"])
+    def test_without_descriptors_completions_are_polled(
+        self, slow_handle, path, pages, run, way
+    ):
+        start, check = pages
+
+        async def listed(requests):
+            return [request async for request in nvmeio.as_completed(requests)]
+
+        async def main():
+            with plugged(slow_handle, path.parent) as plugs:
+                reads = [start(slow_handle, index) for index in range(3)]
+                requests = [request for request, _ in reads]
+                with no_descriptors():
+                    tasks = [asyncio.ensure_future(request) for request in requests]
+                    if way == "async for":
+                        tasks.append(asyncio.ensure_future(listed(requests)))
+                    await asyncio.sleep(0.01)
+                    assert not any(task.done() for task in tasks)
+                    for plug in plugs:
+                        plug.cancel()
+                    await asyncio.gather(*tasks)
+            return reads
+
+        def block():
+            with plugged(slow_handle, path.parent) as plugs:
+                reads = [start(slow_handle, index) for index in range(3)]
+                requests = [request for request, _ in reads]
+                with no_descriptors():
+                    assert nvmeio.wait(requests, 0.01).done == set()
+                    for plug in plugs:
+                        plug.cancel()
+                    if way == "wait":
+                        assert nvmeio.wait(requests).done == set(requests)
+                    else:
+                        assert {*nvmeio.as_completed(requests)} == {*requests}
+            return reads
+
+        for index, (request, guarded) in enumerate(
+            run(main()) if way in ("await", "async for") else block()
+        ):
+            assert request.wait() == PAGE
+            check(guarded, index)
 
 
 class TestAsCompleted:

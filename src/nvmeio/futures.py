@@ -4,9 +4,7 @@ A waiting thread sleeps on one eventfd.  Workers signal it, and so does a thread
 finishes one of the requests.  event_loop.py does the same for event loops.
 """
 
-import contextlib
 import math
-import os
 import select
 import threading
 import time
@@ -15,15 +13,19 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nvmeio._arguments.checks import word
-from nvmeio._events.listener import Listener, Workers
+from nvmeio._events.listener import (
+    SLICE_S,
+    Eventfd,
+    Listener,
+    Pauses,
+    Workers,
+    eventfd_of,
+)
 from nvmeio._events.listener import Request as Awaited
 from nvmeio._native.arguments import deadline_ns
 from nvmeio._native.request import Request
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
-
-# Between slices of a sleep the main thread handles signals that another thread received.
-SLICE_S = 0.05
 
 WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
 
@@ -73,56 +75,59 @@ class ThreadListener(Listener):
     def __init__(self) -> None:
         super().__init__()
         self._workers: set[Workers] = set()
-        # Guards the fields below, because nobody may signal a closed eventfd.  An RLock,
-        # because a signal handler may come back here.
-        self._lock = threading.RLock()
         self._asleep = False
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # None: the system has none left, so this looks again and again.
+        self._eventfd: Eventfd | None = None
+        self._pauses = Pauses()
         self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
 
     def listen(self, requests: Collection[Awaited]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
         self._workers.update(request._workers for request in requests)
+        if self._workers:
+            self._eventfd = eventfd_of(next(iter(self._workers)))
+        if self._eventfd is not None:
+            self._poll.register(self._eventfd.number, select.POLLIN)
         return super().listen(requests)
 
     def sleep(self, end_ns: int) -> bool:
         """Sleep until a request is done, or a monotonic time; return whether one is."""
         while not self.done:
             left_s = _left_s(end_ns)
-            self._look()
+            slice_s = SLICE_S if self._look() else next(self._pauses)
             # From here on, workers and _wake() signal the eventfd.
             self._asleep = True
             try:
                 if not self.done:
                     if left_s <= 0:
                         return False
-                    self._poll.poll(min(left_s, SLICE_S) * 1000)
+                    self._poll.poll(min(left_s, slice_s) * 1000)
             finally:
                 self._asleep = False
         return True
 
-    def _look(self) -> None:
-        """Clear the eventfd, ask again, and only then look: so no completion is missed."""
-        if self._poll.poll(0):
-            os.eventfd_read(self._fd)
-        for workers in self._workers:
-            workers.watch(self._fd)
+    def _look(self) -> bool:
+        """Clear the eventfd, ask again, and only then look: so no completion is missed.
+
+        Return whether the eventfd will be signalled.
+        """
+        signalled = False
+        if self._eventfd is not None:
+            self._eventfd.clear()
+            signalled = all(self._eventfd.watch(workers) for workers in self._workers)
         for workers in self._workers:
             workers.collect()
+        return signalled
 
     def close(self) -> None:
         """Stop listening, and close the eventfd."""
         super().close()
-        for workers in self._workers:
-            workers.unwatch(self._fd)
-        with self._lock:
-            os.close(self._fd)
+        if self._eventfd is not None:
+            self._eventfd.close()
 
     def _wake(self) -> None:
-        with self._lock:
-            if self._asleep:
-                os.eventfd_write(self._fd, 1)
+        if self._asleep and self._eventfd is not None:
+            self._eventfd.signal()
 
 
 class Completions(Generic[R]):
@@ -147,11 +152,14 @@ class Completions(Generic[R]):
     True
     """
 
+    _listener: Listener | None = None
+
     def __init__(self, requests: list[R], timeout: float | None) -> None:
-        # Not listened to before the first request is asked for.
-        self._unheard = requests
-        self._listener: Listener | None = None
-        self._left = self._count = len(requests)
+        # Those that were not yielded yet.  Not listened to before the first is asked for.
+        self._left = dict.fromkeys(requests)
+        # The listener was interrupted: make another.
+        self._anew = False
+        self._count = len(requests)
         self._timeout = timeout
         self._end_ns = deadline_ns(timeout)
         self._asked = threading.Lock()
@@ -161,13 +169,20 @@ class Completions(Generic[R]):
 
     def __next__(self) -> R:
         """Wait for the next request, and return it."""
-        with self._alone():
-            if not self._left:
-                raise StopIteration
-            listener = self._listening(ThreadListener)
-            if not listener.sleep(self._end_ns):
-                raise self._over()
-            return self._take(listener)
+        found: R | None = None
+        try:
+            with self._turn():
+                if not self._left:
+                    raise StopIteration
+                listener = self._listening(ThreadListener)
+                if not listener.sleep(self._end_ns):
+                    raise self._over()
+                found = listener.done[0]
+                self._take(found)
+            return found
+        except BaseException:
+            self._give_back(found)
+            raise
 
     def __aiter__(self) -> AsyncIterator[R]:
         return self
@@ -178,57 +193,67 @@ class Completions(Generic[R]):
 
         from nvmeio._events.event_loop import TaskListener
 
-        with self._alone():
-            if not self._left:
-                raise StopAsyncIteration
-            listener = self._listening(TaskListener, asyncio.get_running_loop())
-            while not listener.done:
-                left_s = _left_s(self._end_ns)
-                if left_s <= 0:
-                    raise self._over()
-                await listener.sleep(left_s)
-            return self._take(listener)
+        found: R | None = None
+        try:
+            with self._turn():
+                if not self._left:
+                    raise StopAsyncIteration
+                listener = self._listening(TaskListener, asyncio.get_running_loop())
+                while not listener.done:
+                    left_s = _left_s(self._end_ns)
+                    if left_s <= 0:
+                        raise self._over()
+                    await listener.sleep(left_s)
+                found = listener.done[0]
+                self._take(found)
+            return found
+        except BaseException:
+            self._give_back(found)
+            raise
 
     def __del__(self) -> None:
         self._close()
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raise RuntimeError for a second thread or task that waits at the same time."""
-        if not self._asked.acquire(blocking=False):
+    def _turn(self) -> threading.Lock:
+        """Return the lock to hold meanwhile; RuntimeError if a thread or task has it.
+
+        Ctrl-C cannot leave a lock that ``with`` itself takes and releases.
+        """
+        if self._asked.locked():
             raise RuntimeError(
                 "another thread or task is waiting for the next request; only one may"
             )
-        try:
-            yield
-        finally:
-            self._asked.release()
+        return self._asked
 
     def _listening(self, kind: type[Kind], loop: Any = None) -> Kind:
         """Return the listener for the remaining requests, of a thread or of a loop."""
-        if isinstance(self._listener, kind) and self._listener.loop is loop:
-            return self._listener
+        old = self._listener
+        if isinstance(old, kind) and old.loop is loop and not self._anew:
+            return old
         made = kind()
-        unheard = self._unheard if self._listener is None else self._listener.leave()
-        self._unheard, self._listener = [], made
-        try:
-            made.listen(unheard)
-        except BaseException:
-            self._close()
-            raise
+        made.listen(self._left)
+        self._listener, self._anew = made, False
+        if old is not None:
+            old.close()
         return made
 
-    def _take(self, listener: Listener) -> R:
-        """Remove and return the first request that is done."""
-        found: R = listener.done.popleft()
-        self._left -= 1
+    def _take(self, found: R) -> None:
+        """Remove the first request that is done."""
+        del self._left[found]
+        if self._listener is not None:
+            self._listener.done.popleft()
         if not self._left:
             self._close()
-        return found
+
+    def _give_back(self, found: R | None) -> None:
+        """After an exception, have a request that was taken yielded the next time."""
+        if found is not None:
+            self._left[found] = None
+            self._anew = True
 
     def _over(self) -> TimeoutError:
         """End the iteration, and return the TimeoutError to raise."""
-        left = self._left
+        left = len(self._left)
         self._close()
         return TimeoutError(
             f"{left} of {self._count} requests were not done within {self._timeout} s; "
@@ -237,7 +262,7 @@ class Completions(Generic[R]):
 
     def _close(self) -> None:
         """Stop listening, and forget all requests."""
-        self._left, self._unheard = 0, []
+        self._left = {}
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()

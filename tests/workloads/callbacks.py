@@ -24,7 +24,9 @@ def call(handle, path):
     request = handle.submit_write(np.zeros(SIZE, np.uint8), path)
     request.add_done_callback(calls.append)
     request.add_done_callback(lambda _: called.set())
-    there = is_there()
+    deadline = time.monotonic() + 10
+    while not (there := is_there()) and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert called.wait(60)
     del request
     return len(calls), there

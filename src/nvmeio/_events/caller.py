@@ -3,14 +3,15 @@
 It runs while requests with callbacks are in flight, and a second longer.
 """
 
+import _thread
 import logging
-import os
 import select
 import threading
 import time
 from typing import Any
 
 from nvmeio._events.forks import call_in_child
+from nvmeio._events.listener import SLICE_S, Eventfd, Pauses, eventfd_of
 
 __all__ = ["CALLER"]
 
@@ -18,24 +19,24 @@ _log = logging.getLogger("nvmeio")
 
 # How long the thread waits for the next request before it ends.
 IDLE_MS = 1000
-# Signals are handled between two slices of a wait.
-SLICE_S = 0.05
 
 
 class Caller:
     """Observes the completion of requests in a thread of its own."""
 
     def __init__(self) -> None:
-        self._fd = -1
+        self._eventfd: Eventfd | None = None
         self.forget()
 
     def forget(self) -> None:
         """Forget all state, as a forked child must: the thread is the parent's."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._lock = threading.Condition()
+        if self._eventfd is not None:
+            self._eventfd.close()
+        # An RLock, because a signal handler may come back here.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._fd = -1
+        self._starting = False
+        self._eventfd = None
         # The requests in flight that have callbacks.
         self._requests: set[Any] = set()
 
@@ -43,81 +44,103 @@ class Caller:
         """Make sure that the callbacks of a request are called."""
         with self._lock:
             self._requests.add(request)
-            if self._thread is None:
-                self._start()
-            if self._thread is not None:
-                os.eventfd_write(self._fd, 1)
+            if self._eventfd is not None:
+                self._eventfd.signal()
+            if self._thread is not None or self._starting:
+                return
+            self._starting = True
+            try:
+                # In another thread, because Ctrl-C in Thread.start() may leave a lock held,
+                # for which the new thread would wait for ever.
+                _thread.start_new_thread(self._start, ())
+            except RuntimeError as error:
+                self._cannot_start(error)
 
     def _start(self) -> None:
         """Start the thread, if the system permits."""
-        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        thread = threading.Thread(
-            target=self._run, args=(fd,), name="nvmeio-callbacks", daemon=True
-        )
+        thread = threading.Thread(target=self._run, name="nvmeio-callbacks", daemon=True)
+        with self._lock:
+            self._thread, self._starting = thread, False
         try:
             thread.start()
-        except RuntimeError as error:
-            os.close(fd)
-            # A thread that looks at the request calls its callbacks, or the next request
-            # with callbacks tries again to start this thread.
-            _log.error(
-                "the thread for callbacks cannot start (%s); they are called when another "
-                "thread looks at the request",
-                error,
-            )
-            return
-        self._fd, self._thread = fd, thread
+        except (RuntimeError, MemoryError) as error:
+            self._cannot_start(error)
+
+    def _cannot_start(self, error: Exception) -> None:
+        with self._lock:
+            self._thread, self._starting = None, False
+        # A thread that looks at the request calls its callbacks, or the next request with
+        # callbacks tries again to start this thread.
+        _log.error(
+            "the thread for callbacks cannot start (%s); they are called when another "
+            "thread looks at the request",
+            error,
+        )
 
     def await_calls(self, workers: Any, end_ns: int) -> bool:
         """Wait until the callbacks of a handle's requests have been called."""
         if self._thread is threading.current_thread():
             return True
+        # Not a condition variable: Ctrl-C in its wait() may leave its lock released.
+        pauses = Pauses()
         while True:
             with self._lock:
-                if not any(each._workers is workers for each in self._requests):
-                    return True
-                left_s = SLICE_S
-                if end_ns >= 0:
-                    left_s = min(left_s, (end_ns - time.monotonic_ns()) / 1e9)
-                if left_s <= 0:
-                    return False
-                self._lock.wait(left_s)
+                found = [each for each in self._requests if each._workers is workers]
+                alone = self._thread is None
+            if not found:
+                return True
+            if alone:
+                self._remove([each for each in found if _is_done(each)])
+            pause_s = next(pauses)
+            if end_ns >= 0:
+                pause_s = min(pause_s, (end_ns - time.monotonic_ns()) / 1e9)
+            if pause_s <= 0:
+                return False
+            del found
+            time.sleep(pause_s)
 
-    def _run(self, fd: int) -> None:
+    def _remove(self, done: list[Any]) -> None:
+        with self._lock:
+            self._requests.difference_update(done)
+
+    def _run(self) -> None:
+        """Call callbacks until there was nothing to do for a while."""
+        eventfd: Eventfd | None = None
         watched: set[Any] = set()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
+        poll, pauses = select.poll(), Pauses()
+        idle = False
         while True:
-            rung = poll.poll(None if self._requests else IDLE_MS)
-            if rung:
-                os.eventfd_read(fd)
             requests = list(self._requests)
+            if eventfd is None and requests:
+                eventfd = eventfd_of(requests[0]._workers)
+                if eventfd is not None:
+                    poll.register(eventfd.number, select.POLLIN)
+                with self._lock:
+                    # Who adds a request from now on signals it.
+                    self._eventfd, requests = eventfd, list(self._requests)
             busy = {request._workers for request in requests}
-            try:
-                # Ask for the next signal before looking, so that no completion is missed.
-                for workers in busy:
-                    workers.watch(fd)
-            except OSError:
-                # The next round may succeed.
-                _log.exception("an error in the thread for callbacks; they may be late")
-                time.sleep(SLICE_S)
-                os.eventfd_write(fd, 1)
+            # Ask for the next signal before looking, so that no completion is missed.
+            signalled = eventfd is not None and all(eventfd.watch(each) for each in busy)
             for workers in watched - busy:
-                workers.unwatch(fd)
+                if eventfd is not None:
+                    eventfd.unwatch(workers)
             watched = busy
-            done = [each for each in requests if _is_done(each)]
-            idle = not (rung or requests)
+            self._remove([each for each in requests if _is_done(each)])
             del requests, busy
             with self._lock:
-                self._requests.difference_update(done)
-                self._lock.notify_all()
-                done.clear()
-                # After a round without requests no handle signals the descriptor any more.
+                # After a round without requests no handle signals the eventfd any more.
                 if idle and not self._requests:
-                    if self._fd == fd:
-                        self._fd, self._thread = -1, None
-                    os.close(fd)
+                    self._thread = self._eventfd = None
                     return
+                waits_ms = None if self._requests else IDLE_MS
+            if not signalled:
+                # The system has no eventfd or memory left: look again and again.
+                waits_ms = 1000 * next(pauses) if waits_ms is None else 1000 * SLICE_S
+            rung = poll.poll(waits_ms)
+            if rung and eventfd is not None:
+                eventfd.clear()
+                pauses = Pauses()
+            idle = not rung and not self._requests
 
 
 def _is_done(request: Any) -> bool:

@@ -7,22 +7,24 @@ import asyncio
 import concurrent.futures
 import contextlib
 import math
-import os
 import weakref
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from nvmeio._events.listener import Listener, Request, Workers
+from nvmeio._events.listener import (
+    SLICE_S,
+    Listener,
+    Pauses,
+    Request,
+    Workers,
+)
 
 __all__ = ["InThread", "TaskListener", "as_coroutine", "close", "in_thread"]
 
 R = TypeVar("R")
 V = TypeVar("V")
-
-# Requests that only advance in Python (staged.pyx) are polled between slices of a sleep.
-SLICE_S = 0.05
 
 
 class Watcher:
@@ -38,11 +40,8 @@ class Watcher:
         self._waiting = 0
         self._armed = False
         self._looks: set[asyncio.Future[None]] = set()
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._release = weakref.finalize(self, _release, workers, self._fd)
-        # At exit the process closes it anyway, after the last worker could signal it.
-        self._release.atexit = False
-        loop.add_reader(self._fd, self._look)
+        self._eventfd = workers.new_eventfd()
+        loop.add_reader(self._eventfd.number, self._look)
 
     def begin(self) -> None:
         """Count one more waiting coroutine."""
@@ -55,6 +54,7 @@ class Watcher:
 
     async def look(self) -> None:
         """Suspend the coroutine until completions were collected, or for a short time."""
+        # Requests that only advance in Python (staged.pyx) are polled between two slices.
         future = self.loop.create_future()
         self._looks.add(future)
         timer = self.loop.call_later(SLICE_S, _wake, future)
@@ -72,19 +72,20 @@ class Watcher:
             _call_soon(self.loop, self._close)
 
     def _close(self) -> None:
-        if self._release.alive:
-            self.loop.remove_reader(self._fd)
-            self._release()
+        if self._eventfd.number >= 0:
+            self.loop.remove_reader(self._eventfd.number)
+            self._eventfd.close()
 
     def _arm(self) -> None:
-        if not self._armed:
+        if not self._armed and self._eventfd.number >= 0:
             self._armed = True
-            self._workers.watch(self._fd)
+            if not self._eventfd.watch(self._workers):
+                # Out of memory: look again soon.
+                self.loop.call_later(SLICE_S, self._look)
 
     def _look(self) -> None:
         """Clear the eventfd, ask again, and only then look: so no completion is missed."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        self._eventfd.clear()
         self._armed = False
         if self._waiting:
             self._arm()
@@ -93,11 +94,6 @@ class Watcher:
         finally:
             for future in self._looks:
                 _wake(future)
-
-
-def _release(workers: Workers, fd: int) -> None:
-    workers.unwatch(fd)
-    os.close(fd)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Any) -> None:
@@ -113,7 +109,10 @@ def _wake(future: asyncio.Future[None] | None) -> None:
 
 
 def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | None:
-    """Find or make the watcher for a handle's workers and the running loop."""
+    """Find or make the watcher for a handle's workers and the running loop.
+
+    None if the workers are stopped, or the system has no eventfd left.
+    """
     known = workers.watchers
     if known is None:
         return None
@@ -121,7 +120,13 @@ def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | N
         found: Watcher | None = reference()
         if found is not None and found.loop is loop:
             return found
-    watcher = Watcher(workers, loop)
+    try:
+        watcher = Watcher(workers, loop)
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
+        return None
     known.add(weakref.ref(watcher, known.discard))
     if workers.watchers is not known:
         # Another thread stopped the workers meanwhile, perhaps without seeing this watcher.
@@ -138,19 +143,26 @@ class TaskListener(Listener):
         self.loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
         self._watchers: list[Watcher] = []
+        # Workers without a watcher, and the pauses between looks at them.
+        self._polled: list[Workers] = []
+        self._pauses = Pauses()
 
     def listen(self, requests: Collection[Request]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
         # The watchers first: _listen() finds requests that are done before.
         for workers in {request._workers for request in requests}:
             watcher = watcher_of(workers, self.loop)
-            if watcher is not None:
+            if watcher is None:
+                self._polled.append(workers)
+            else:
                 watcher.begin()
                 self._watchers.append(watcher)
         return super().listen(requests)
 
     async def sleep(self, timeout: float = math.inf) -> None:
         """Suspend the coroutine until a request is done, or for `timeout` seconds."""
+        if self._polled:
+            timeout = min(timeout, next(self._pauses))
         self._future = self.loop.create_future()
         timer = None
         if timeout < math.inf:
@@ -161,6 +173,8 @@ class TaskListener(Listener):
             self._future = None
             if timer is not None:
                 timer.cancel()
+        for workers in self._polled:
+            workers.collect()
 
     def close(self) -> None:
         """Stop listening."""
@@ -225,9 +239,7 @@ async def close(workers: Workers, stop: Callable[[], None]) -> None:
     end.
     """
     try:
-        # OSError: no descriptor is left for an eventfd, so stop() waits instead.
-        with contextlib.suppress(OSError):
-            await _drain(workers)
+        await _drain(workers)
     except asyncio.CancelledError:
         await in_thread(stop)
         raise
@@ -241,6 +253,7 @@ async def _drain(workers: Workers) -> None:
         return
     watcher = watcher_of(workers, asyncio.get_running_loop())
     if watcher is None:
+        # stop() waits instead.
         return
     watcher.begin()
     try:

@@ -7,10 +7,48 @@ import.
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
-__all__ = ["Listener", "Request", "Workers"]
+__all__ = ["SLICE_S", "Eventfd", "Listener", "Pauses", "Request", "Workers", "eventfd_of"]
+
+# The longest sleep: between two of them, signals that another thread received are handled.
+SLICE_S = 0.05
+_PAUSE_MIN_S = 0.001
+
+
+class Pauses(Iterator[float]):
+    """The pauses, in seconds, between looks at what cannot be waited for."""
+
+    def __init__(self) -> None:
+        self._next_s = _PAUSE_MIN_S
+
+    def __next__(self) -> float:
+        found, self._next_s = self._next_s, min(2 * self._next_s, SLICE_S)
+        return found
+
+
+class Eventfd(Protocol):
+    """An eventfd(2), which is closed with its object, and no longer signalled then."""
+
+    @property
+    def number(self) -> int:
+        """The descriptor."""
+
+    def watch(self, workers: Any, /) -> bool:
+        """Have it signalled once, when the next request is done; False: out of memory."""
+
+    def unwatch(self, workers: Any, /) -> None:
+        """Have it signalled no more."""
+
+    def signal(self) -> None:
+        """Wake whoever polls it."""
+
+    def clear(self) -> None:
+        """Undo all signals."""
+
+    def close(self) -> None:
+        """Close it."""
 
 
 class Workers(Protocol):
@@ -20,17 +58,25 @@ class Workers(Protocol):
     def watchers(self) -> set[weakref.ref[Any]] | None:
         """Event loops that wait for requests; None once the workers are stopped."""
 
-    def watch(self, fd: int) -> None:
-        """Signal an eventfd once, when the next request is done."""
-
-    def unwatch(self, fd: int) -> None:
-        """Forget the eventfd."""
+    def new_eventfd(self) -> Eventfd:
+        """Make an eventfd that may watch workers."""
 
     def collect(self) -> Any:
         """Finish completed requests in this thread."""
 
     def is_idle(self) -> bool:
         """Return whether nothing is in flight."""
+
+
+def eventfd_of(workers: Workers) -> Eventfd | None:
+    """Make an eventfd; None if the system has no more, and the caller has to poll."""
+    try:
+        return workers.new_eventfd()
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
+        return None
 
 
 class Request(Protocol):
@@ -67,32 +113,42 @@ class Listener(ABC):
         self.done: deque[Any] = deque()
         # A request is removed when it is done, so that only the caller keeps it alive.
         self._awaited: set[Request] = set()
+        # Two callbacks, because Ctrl-C in a function of Python's could lose a request.  And
+        # no request keeps this alive.
+        self._callbacks = self.done.append, _Notice(self)
 
     def listen(self, requests: Collection[Request]) -> int:
         """Add requests, and count them."""
         for request in requests:
             self._awaited.add(request)
-            request._listen(self)
+            for callback in self._callbacks:
+                request._listen(callback)
         return len(requests)
 
-    def __call__(self, request: Request) -> None:
-        """Add a completed request, in the thread that observed its completion."""
-        self.done.append(request)
+    def note(self, request: Request) -> None:
+        """Wake the sleeper, in the thread that observed the completion of a request."""
         self._awaited.discard(request)
         self._wake()
-
-    def leave(self) -> list[Any]:
-        """Stop listening, and return the requests that were not yielded yet."""
-        awaited = list(self._awaited)
-        self.close()
-        # A request that completed meanwhile is in both.
-        return list(dict.fromkeys([*self.done, *awaited]))
 
     def close(self) -> None:
         """Stop listening."""
         while self._awaited:
-            self._awaited.pop()._remove_done_callback(self)
+            request = self._awaited.pop()
+            for callback in self._callbacks:
+                request._remove_done_callback(callback)
 
     @abstractmethod
     def _wake(self) -> None:
         """Wake the sleeper.  Called by any thread."""
+
+
+class _Notice:
+    """Notifies a listener, unless that has ended."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
+
+    def __call__(self, request: Request) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.note(request)

@@ -101,9 +101,9 @@ class GatherError(OSError):
     """
 
     def __init__(self, number, strerror=None, filename=None, failures=()):
-        given = number, strerror, filename
         # OSError decides by their number whether the first argument is an errno.
-        super().__init__(*given[: 3 if filename is not None else 1 + (strerror is not None)])
+        count = 3 if filename is not None else 1 if strerror is None else 2
+        super().__init__(*(number, strerror, filename)[:count])
         self.failures = failures
         self.index = failures[0][0] if failures else -1
 

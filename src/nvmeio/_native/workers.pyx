@@ -12,16 +12,27 @@ import numpy
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF
+from libc.errno cimport errno as c_errno
 from libc.stdint cimport int64_t, uint64_t
 
 from nvmeio._libnvmeio cimport c_base, c_handle
 from nvmeio._libnvmeio.c_base cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER
 from nvmeio._libnvmeio.c_handle cimport LATENCY_BUCKETS, nvmeio_config, nvmeio_stats
+from nvmeio._native.descriptor cimport Descriptor
 from nvmeio._native.request cimport Request
 from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check, raise_saying, reason_of
 
 from nvmeio._native.info import engines
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    ctypedef uint64_t eventfd_t
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+    int eventfd(unsigned count, int flags)
+    int eventfd_read(int fd, eventfd_t *count)
+    int eventfd_write(int fd, eventfd_t count)
 
 _log = logging.getLogger("nvmeio")
 
@@ -152,18 +163,11 @@ cdef class Workers:
         self.own()
         return self.event_loops
 
-    def watch(self, int fd):
-        cdef int result
-        with nogil:
-            result = c_handle.handle_watch(self.c, fd)
-        check(result)
+    def new_eventfd(self):
+        return Eventfd.__new__(Eventfd)
 
     def is_idle(self):
         return self.pending() == 0 and not self.staged
-
-    def unwatch(self, int fd):
-        with nogil:
-            c_handle.handle_unwatch(self.c, fd)
 
     cdef unsigned pending(self) except *:
         self.own()
@@ -188,6 +192,63 @@ cdef class Workers:
             numpy.frombuffer((<char *> counts)[:sizeof(counts)], numpy.uint64),
             numpy.frombuffer((<char *> bounds_ns)[:sizeof(bounds_ns)], numpy.int64),
         )
+
+
+# A cycle collector would empty `watched` before __dealloc__ needs it.
+@cython.no_gc_clear
+@cython.final
+cdef class Eventfd(Descriptor):
+    """An eventfd(2), which no worker signals any more once it is closed."""
+
+    cdef set watched  # the Workers that may signal it
+
+    def __cinit__(self):
+        self.watched = set()
+        self.number = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self.number < 0:
+            check(-c_errno)
+
+    def __dealloc__(self):
+        self.unwatch_all()
+
+    def watch(self, Workers workers):
+        cdef int result, fd = self.number
+        workers.own()
+        self.watched.add(workers)
+        with nogil:
+            result = c_handle.handle_watch(workers.c, fd)
+        if result != -errno.ENOMEM:
+            check(result)
+        return result == 0
+
+    def unwatch(self, Workers workers):
+        cdef int fd = self.number
+        with nogil:
+            c_handle.handle_unwatch(workers.c, fd)
+        self.watched.discard(workers)
+
+    cdef int unwatch_all(self) except -1:
+        cdef Workers workers
+        cdef int fd = self.number
+        for workers in list(self.watched):
+            with nogil:
+                c_handle.handle_unwatch(workers.c, fd)
+        self.watched.clear()
+        return 0
+
+    def signal(self):
+        # With the GIL, so that no other thread closes it meanwhile.
+        with cython.critical_section(self):
+            if self.number >= 0:
+                eventfd_write(self.number, 1)
+
+    def clear(self):
+        cdef eventfd_t count
+        eventfd_read(self.number, &count)
+
+    def close(self):
+        self.unwatch_all()
+        self.close_number()
 
 
 cdef int finish_all(list requests) except -1:
