@@ -1,12 +1,18 @@
 """Signals lose no operation: many at once, and Ctrl-C while I/O is held."""
 
+import fcntl
+import os
+import signal
 import sys
 
+import numpy as np
 import pytest
 
+import nvmeio
 from children import run_child
 from helpers import ENGINES
 from mounts import SLOW_PLACES
+from nvmeio import files
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -30,6 +36,86 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, size):
         assert report["interrupted"], way
         assert report["pending"] == 1, way
         assert report["fired"]["read.held"] > 0, way
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks for signals elsewhere")
+def test_ctrl_c_anywhere_leaves_nothing(tmp_path):
+    """Each call is interrupted at each of its instructions, once."""
+    found = run_child("interrupt_everywhere", folder=str(tmp_path)).report
+    assert {name: report["left"] for name, report in found.items() if report["left"]} == {}
+    for name, report in found.items():
+        assert report["came"] > report["places"] // 2, name
+
+
+class Flushed:
+    """A file object that is interrupted while it is flushed, before a transfer."""
+
+    def __init__(self, path):
+        self.file = path.open("r+b")
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def flush(self):
+        signal.raise_signal(signal.SIGALRM)
+
+
+DEADLINES = {
+    "write_file": (
+        (files, "cut"),
+        lambda path: nvmeio.write_file(bytes(80), path),
+    ),
+    "write_file in place": (
+        (files, "cut"),
+        lambda path: nvmeio.write_file(bytes(80), path, atomic=False, sync=True),
+    ),
+    "save": ((os, "replace"), lambda path: nvmeio.save(path, np.zeros(10))),
+    "raw bytes": ((fcntl, "flock"), lambda path: nvmeio.ArrayFile(path, dtype="i8")),
+    "attributes": ((os, "listxattr"), lambda path: nvmeio.write_file(bytes(80), path)),
+    "replaceable": ((os, "stat"), lambda path: nvmeio.write_file(bytes(80), path)),
+    "op": (None, lambda path: nvmeio.aio_handle().read(bytearray(80), Flushed(path))),
+    "op with status": (
+        None,
+        lambda path: nvmeio.aio_handle(errors="status").read(bytearray(80), Flushed(path)),
+    ),
+    "op later": (
+        None,
+        lambda path: nvmeio.aio_handle(errors="status").async_pread(
+            bytearray(80), Flushed(path)
+        ),
+    ),
+    "many": (
+        None,
+        lambda path: nvmeio.default_handle().read_many([(bytearray(80), Flushed(path), 0)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEADLINES)
+def test_an_error_of_a_signal_handler_is_raised_as_it_is(tmp_path, monkeypatch, name):
+    """A TimeoutError is an OSError, but not the system's: it has no errno."""
+    error = TimeoutError("the program's own deadline")
+
+    def handler(*_):
+        raise error
+
+    def struck(*args, **options):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGALRM)
+
+    patched, call = DEADLINES[name]
+    path = tmp_path / "data"
+    np.arange(10).tofile(path)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        if patched:
+            monkeypatch.setattr(*patched, struck)
+        with pytest.raises(TimeoutError) as caught:
+            call(path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught.value is error
+    assert os.listdir(tmp_path) == ["data"]
 
 
 # The first Ctrl-C waits for submitted blocks and drops the others; a second one waits for

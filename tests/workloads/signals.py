@@ -1,19 +1,33 @@
 """Processes under signals."""
 
+import contextlib
+import ctypes
+import dis
+import fcntl
+import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
 
 import nvmeio
 from helpers import Guarded, pattern
+from nvmeio._events import caller
+from nvmeio.safetensors.numpy import load_file, save_file
 from workloads.common import (
     Faults,
     make_file,
     read_checked,
     read_small,
     report,
+    thread_count,
     write_checked,
 )
 
@@ -194,3 +208,255 @@ def ctrl_c_in_call(folder, control, engine, way, presses, size=16 << 20):
         "dropped": way != "with" and bool((guarded.array[-4096:] == Guarded.CANARY).all()),
         "fired": faults.fired(),
     }
+
+
+class Sweep:
+    """Interrupts a call at each of its instructions at which Python looks for signals.
+
+    A trace function written in C notes the signal, as the system would between two
+    instructions, and Python calls the handler where it would call it for a real one.
+    """
+
+    # Python looks for signals after calls, at the beginning of functions and in loops.
+    POINTS = ("CALL", "BEFORE_WITH", "WITH_EXCEPT", "JUMP_BACKWARD", "SEND", "FOR_ITER")
+    # Functions of Python's own that nvmeio relies on.
+    LIBRARY = ("contextlib.py", "threading.py", "weakref.py", "_weakrefset.py")
+
+    def __init__(self):
+        note = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
+        note.argtypes, note.restype = [ctypes.py_object] * 3, None
+        self.note = note
+        self.points = {}
+
+    def trace(self, frame, event, arg):
+        code = frame.f_code
+        name = os.path.basename(code.co_filename)
+        if code not in self.points:
+            wanted = "/nvmeio/" in code.co_filename or name in self.LIBRARY
+            steps = list(dis.get_instructions(code)) if wanted else []
+            self.points[code] = {
+                step.offset
+                for step, following in pairwise(steps)
+                if following.opname.startswith(self.POINTS)
+            }
+        if not self.points[code]:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.step
+
+    def step(self, frame, event, arg):
+        if event != "opcode" or frame.f_lasti not in self.points[frame.f_code]:
+            return self.step
+        place = frame.f_code, frame.f_lasti
+        self.seen.append(place)
+        if len(self.seen) - 1 != self.target:
+            return self.step
+        # The next event of this frame notes the signal.
+        return self.note
+
+    def run(self, call, target=None):
+        """Call a function, interrupted at a place; return whether that was raised."""
+        self.seen, self.target = [], target
+        before = signal.signal(signal.SIGINT, self.strike)
+        sys.settrace(self.trace)
+        try:
+            call()
+            came = False
+        except KeyboardInterrupt:
+            came = True
+        finally:
+            sys.settrace(None)
+            signal.signal(signal.SIGINT, before)
+        return came
+
+    @staticmethod
+    def strike(*_):
+        # Once: the trace function would note it again.
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+    def place(self):
+        """Return the function and the line that were interrupted."""
+        code, offset = self.seen[self.target]
+        lines = [line for begin, end, line in code.co_lines() if begin <= offset < end]
+        return f"{os.path.basename(code.co_filename)}:{code.co_name}", lines[0]
+
+    def targets(self, call):
+        """Return which events to interrupt: each place, the first two times."""
+        self.run(call)
+        count, found = Counter(), []
+        for index, place in enumerate(self.seen):
+            count[place] += 1
+            if count[place] <= 2:
+                found.append(index)
+        return found
+
+
+class Ground:
+    """Files, arrays and a handle for the calls that are interrupted."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.data = make_file(f"{folder}/data", 10_000)
+        self.array = np.arange(1000.0).reshape(100, 10)
+        np.save(f"{folder}/rows.npy", self.array)
+        self.array.tofile(f"{folder}/rows.raw")
+        self.memory = bytearray(10_000)
+        self.handle = nvmeio.Handle(workers=1)
+        nvmeio.default_handle()
+
+    def path(self, name):
+        return f"{self.folder}/{name}"
+
+    def requests(self, count=3):
+        return [
+            self.handle.submit_read(bytearray(4096), self.path("data"))
+            for _ in range(count)
+        ]
+
+
+def call_back(ground):
+    with nvmeio.Handle() as handle:
+        request = handle.submit_read(bytearray(4096), ground.path("data"))
+        request.add_done_callback(lambda _: None)
+
+
+def append_rows(ground, name, **options):
+    with nvmeio.ArrayFile(ground.path(name), mode="r+", **options) as rows:
+        rows.append(np.zeros((1, 10)))
+
+
+def iterate(ground):
+    for request in nvmeio.as_completed(ground.requests()):
+        request.wait()
+
+
+def many(ground, call):
+    call([(bytearray(100), ground.path("data"), 100 * n) for n in range(3)])
+
+
+def refresh(ground, name, **options):
+    with nvmeio.ArrayFile(ground.path(name), **options) as rows:
+        rows.refresh()
+
+
+def index_rows(ground):
+    with nvmeio.ArrayFile(ground.path("rows.npy"), mode="r+") as rows:
+        rows[[3, 1]] = rows[[1, 3]]
+        rows[:, 2] = rows[:, 3]
+        rows.prefetch(slice(0, 4)).wait()
+        rows.flush()
+
+
+def use_file(ground):
+    with nvmeio.File(ground.path("new"), "w+") as file:
+        file.write(b"12345\n")
+        file.seek(0)
+        file.readline()
+        file.truncate(2)
+        file.fsync()
+
+
+RAW = {"dtype": float, "shape": (-1, 10)}
+SWEPT = {
+    "write_file": lambda g: nvmeio.write_file(g.memory, g.path("new"), sync=True),
+    "write_file in place": lambda g: nvmeio.write_file(
+        g.memory, g.path("new"), sync=True, atomic=False
+    ),
+    "read_file": lambda g: nvmeio.read_file(g.path("data")),
+    "read_into": lambda g: nvmeio.read_into(g.memory, g.path("data")),
+    "save": lambda g: nvmeio.save(g.path("new"), g.array, sync=True),
+    "load": lambda g: nvmeio.load(g.path("rows.npy")),
+    "create": lambda g: nvmeio.ArrayFile.create(
+        g.path("new"), (3, 2), int, overwrite=True
+    ).flush(),
+    "append": lambda g: append_rows(g, "rows.npy"),
+    "append to raw bytes": lambda g: append_rows(g, "rows.raw", **RAW),
+    "refresh": lambda g: refresh(g, "rows.npy"),
+    "refresh raw bytes": lambda g: refresh(g, "rows.raw", **RAW),
+    "index": index_rows,
+    "file": use_file,
+    "submit": lambda g: g.handle.submit_write(g.memory, g.path("new")).wait(),
+    "wait": lambda g: nvmeio.wait(g.requests()),
+    "as_completed": iterate,
+    "callback": call_back,
+    "read_many": lambda g: many(g, g.handle.read_many),
+    "write_many": lambda g: many(
+        g,
+        lambda items: g.handle.write_many([(b, g.path("new"), n) for b, _, n in items]),
+    ),
+    "gather": lambda g: g.handle.gather(g.path("data"), [5, 900], 10, bytearray(20)),
+    "scatter": lambda g: g.handle.scatter(g.path("new"), [5, 900], 10, bytes(20)),
+    "save_file": lambda g: save_file({"a": g.array}, g.path("new")),
+    "load_file": lambda g: load_file(g.path("model")),
+    "profile": lambda g: nvmeio.profiles.load_profile(g.folder),
+}
+
+
+def left_of(ground, names):
+    """Return what an interrupted call has left: descriptors, locks, names, threads."""
+    left = {}
+    ground.handle.drain(30)
+    nvmeio.default_handle().drain(30)
+    for handle in (ground.handle, nvmeio.default_handle()):
+        if handle.pending:
+            left["requests"] = handle.pending
+    new = {*os.listdir(ground.folder)} - names
+    if new:
+        left["files"] = sorted(new)
+    for name in ("rows.npy", "rows.raw"):
+        with open(ground.path(name), "r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                left["lock"] = name
+    return left
+
+
+def open_now():
+    """Return where each open descriptor leads, and the number of threads."""
+    found = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{name}").partition("#")[0]] += 1
+    found["threads"] = thread_count()
+    return found
+
+
+def interrupt_everywhere(folder):
+    """Interrupt each call of SWEPT at each place; report what was left, and how often."""
+    ground, sweep = Ground(folder), Sweep()
+    save_file({"a": ground.array}, ground.path("model"))
+    # The thread that calls callbacks ends a second after the last.
+    caller.IDLE_MS = 0
+    found = {}
+    for name, function in SWEPT.items():
+        call = partial(function, ground)
+        call()
+        targets = sweep.targets(call)
+        before, names = settled(Counter()), {*os.listdir(folder), "new"}
+        came, bad = 0, {}
+        for target in targets:
+            came += sweep.run(call, target)
+            left = left_of(ground, names)
+            after = open_now() - before and settled(before)
+            if after:
+                left["open"], before = after, before | after
+            if left:
+                bad[" at ".join(map(str, sweep.place()))] = left
+        # It still works.
+        call()
+        found[name] = {"places": len(targets), "came": came, "left": bad}
+    report(found)
+
+
+def settled(before):
+    """Return what is open more than before, once threads have ended."""
+    gc.collect()
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline and (
+        caller.CALLER._thread is not None or (before and open_now() - before)
+    ):
+        time.sleep(0.001)
+    return open_now() - before
