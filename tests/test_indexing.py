@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from index_strategies import assert_same, cases, outcome
+from nvmeio._arrays import indexing
 from nvmeio._arrays.indexing import positions, select
 
 
@@ -30,6 +31,19 @@ def test_every_index_selects_what_numpy_selects(case):
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     expected = outcome(lambda: array[index])
     assert_same(outcome(taken, array, index), expected)
+
+
+@pytest.mark.parametrize("index", [np.s_[[0, 2]], np.s_[1:, [0, 2]], np.s_[[0], [2]]])
+def test_the_positions_of_each_array_are_computed_once(index, monkeypatch):
+    seen = []
+
+    def counted(rows, *arguments):
+        seen.append(rows)
+        return positions(rows, *arguments)
+
+    monkeypatch.setattr(indexing, "positions", counted)
+    select(index, (4, 5))
+    assert len(seen) == sum(isinstance(item, list) for item in np.index_exp[index])
 
 
 @pytest.mark.parametrize("step", [2**63, -(2**63) - 1])

@@ -163,7 +163,8 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
         walk.take(item, len(shape) - used)
     if not omitted:
         walk.take(Ellipsis, len(shape) - used)
-    return _in_runs(walk.parts(), walk.base, scalar=not (omitted or walk.parts()))
+    parts = walk.parts()
+    return _in_runs(parts, walk.base, scalar=not (omitted or parts))
 
 
 def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
