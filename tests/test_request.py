@@ -6,10 +6,12 @@ import gc
 import inspect
 import os
 import pickle
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,6 +244,23 @@ class TestWarnings:
         del request
         gc.collect()
         assert len(unseen(recwarn)) == 1
+
+
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
+    def test_a_warning_that_is_an_error_leaks_no_memory(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+        (tmp_path / "data").write_bytes(b"1234")
+
+        def fail(count):
+            """Return the pages of memory in use after requests have failed."""
+            for _ in range(count):
+                handle.submit_read(bytearray(8), tmp_path / "data")
+                handle.drain()
+            return int(Path("/proc/self/statm").read_text().split()[1])
+
+        with nvmeio.Handle() as handle:
+            before = fail(2_000)
+            assert fail(20_000) < before + 500
 
 
 class TestInterruptions:

@@ -76,12 +76,14 @@ cdef class PoolMemory:
 
     def __dealloc__(self):
         cdef void *memory = self.memory
-        # Only the process that allocated the memory has registered it elsewhere.
-        if self.on_free is not None and self.generation == c_base.fork_generation():
-            self.on_free(<uintptr_t> memory)
-        if memory != NULL:
-            with nogil:
-                c_pool.pool_free(memory)
+        try:
+            # Only the process that allocated the memory has registered it elsewhere.
+            if self.on_free is not None and self.generation == c_base.fork_generation():
+                self.on_free(<uintptr_t> memory)
+        finally:
+            if memory != NULL:
+                with nogil:
+                    c_pool.pool_free(memory)
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.memory, self.nbytes, False, flags)

@@ -86,10 +86,11 @@ cdef class Request:
         raise TypeError("a Request is made by submit_read() and submit_write()")
 
     def __dealloc__(self):
+        # Before the warning, which may be an error.
+        c_request.request_release(self.c)
         # A cycle collector may have cleared `error`, but never `words`.
         if self.words is not None and not self.error_seen:
             warn_of(self.words)
-        c_request.request_release(self.c)
 
     cdef int start(self, nvmeio_handle *handle) except -1:
         cdef nvmeio_after after
