@@ -1,6 +1,7 @@
 """Tensors on a device are staged in pieces of host memory; the device is simulated."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import queue
@@ -83,6 +84,7 @@ class Library:
         self.slots = 3
         self.broken_at = None
         self.interruptions = {}
+        self.crossing = lambda: None
         self.threads = set()
         self.finished = 0
         self.stagings = weakref.WeakSet()
@@ -104,6 +106,7 @@ class Library:
     def cross(self, index):
         """Record the thread that copies a piece to or from the device, or fail."""
         self.threads.add(threading.current_thread())
+        self.crossing()
         if index in self.interruptions:
             raise self.interruptions.pop(index)
         if index is not None and index == self.broken_at:
@@ -117,6 +120,21 @@ def library():
     register(Device, library)
     yield library
     libraries.remove((Device, library))
+
+
+def returned_by(function, *arguments):
+    """Call a function in another thread; fail if it does not return."""
+    found = queue.Queue()
+    threading.Thread(target=lambda: found.put(function(*arguments)), daemon=True).start()
+    return found.get(timeout=30)
+
+
+def outcome_of(request):
+    """Wait for a request; return its error, or None."""
+    try:
+        return request.exception()
+    except CancelledError as error:
+        return error
 
 
 # From no piece to many more than there are slots; the last piece may have any size.
@@ -458,6 +476,81 @@ class TestInFlight:
         assert request.wait() == 9 * PIECE
         handle.close()
         assert left_open(folder) == []
+
+
+@pytest.mark.usefixtures("library")
+class TestOtherThreads:
+    """Nobody waits for pieces that another thread or a failed call has started."""
+
+    @pytest.fixture
+    def handle(self):
+        with nvmeio.Handle(**SLOW) as handle:
+            yield handle
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, TimeoutError])
+    @pytest.mark.parametrize("call", ["write", "submit_write"])
+    def test_a_write_that_fails_while_it_is_started_leaves_no_piece_in_flight(
+        self, handle, tmp_path, library, error, call
+    ):
+        path = tmp_path / "data"
+        library.interruptions = {2: error("mine")}
+        with plugged(handle, tmp_path):
+            with pytest.raises(error, match="mine"):
+                getattr(handle, call)(Device(pattern(9 * PIECE)), path)
+            path.write_bytes(b"later")
+        handle.drain()
+        assert path.read_bytes() == b"later"
+        assert handle.pending == 0
+        assert len(library.stagings) == 0
+
+    @pytest.fixture
+    def copying(self, handle, tmp_path, library):
+        """A read of 9 pieces, and an event that ends another thread's copy of the first."""
+        (tmp_path / "data").write_bytes(pattern(9 * PIECE))
+        started, end = threading.Event(), threading.Event()
+
+        def cross():
+            started.set()
+            end.wait()
+
+        library.crossing = cross
+        request = handle.submit_read(Device(bytes(9 * PIECE)), tmp_path / "data")
+        waiting = threading.Thread(target=outcome_of, args=[request])
+        waiting.start()
+        started.wait()
+        yield request, end
+        end.set()
+        waiting.join()
+
+    def test_cancel_and_other_requests_do_not_wait_for_a_copy(self, handle, tmp_path, copying):
+        request, end = copying
+        assert returned_by(handle.write, b"123", tmp_path / "other") == 3
+        assert returned_by(request.cancel) is True
+        end.set()
+        assert isinstance(outcome_of(request), CancelledError)
+
+    def test_done_returns_while_pieces_of_a_failed_request_are_in_flight(
+        self, handle, tmp_path, library
+    ):
+        (tmp_path / "data").write_bytes(pattern(9 * PIECE))
+        library.broken_at = 2
+        plugging = threading.Event()
+
+        def cross():
+            # The pieces that follow come behind the plug.
+            if not plugging.is_set():
+                plugs.enter_context(plugged(handle, tmp_path))
+                plugging.set()
+
+        library.crossing = cross
+        with contextlib.ExitStack() as plugs:
+            request = handle.submit_read(Device(bytes(9 * PIECE)), tmp_path / "data")
+            waiting = threading.Thread(target=outcome_of, args=[request])
+            waiting.start()
+            assert plugging.wait(timeout=60)
+            assert returned_by(request.done) in (True, False)
+        waiting.join()
+        assert isinstance(outcome_of(request), RuntimeError)
 
 
 @pytest.mark.usefixtures("library")

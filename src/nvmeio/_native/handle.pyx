@@ -1140,14 +1140,14 @@ cdef class Handle:
                 request.start(self.core.c)
         except BaseException:
             # It was not submitted, so the check of overlaps must ignore it.
-            if request.c == NULL:
+            if request.c == NULL and request not in self.core.staged:
                 request.finished = True
             raise
         return request
 
     cdef int require_open(self) except -1:
         self.require_started()
-        self.core.collect()
+        self.core.collect(False)
         if not self.open:
             raise ValueError("the handle is closed")
         return 0

@@ -66,7 +66,7 @@ cdef class Request:
     # Do the Python work after the library is done, with the lock held.  Sets `finished` if
     # that was all.  Returns the Exception that a signal handler raised meanwhile, or None.
     # Any other BaseException (Ctrl-C) is raised, and the next caller does the work.
-    cdef object go_on(self, int64_t timeout_ns)
+    cdef object go_on(self)
 
     # Land what was transferred, and return the error.  May be called again after an
     # interruption.
@@ -113,11 +113,14 @@ cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset
 )
 
-# Wait for a request and finish it; if it is finished, release the memory and call back.
-cdef int wait_and_finish(Request request, int64_t timeout_ns) except -1
+# Finish a request whose transfer is done; then release the memory and call back.
+cdef int finish_and_release(Request request) except -1
 
 # Wait as Request.wait() does; after an interruption, cancel the request and wait for it.
 cpdef object wait_or_cancel(Request request)
+
+# Wait for a request whose caller gets an exception in its place.
+cdef int finish_interrupted(Request request) except -1
 
 # Initialize a new object of Request or of a subclass.
 cdef Request fill_request(

@@ -183,7 +183,7 @@ cdef class Request:
             return True
         return False
 
-    cdef object go_on(self, int64_t timeout_ns):
+    cdef object go_on(self):
         cdef nvmeio_outcome outcome = self.c_outcome
         cdef Request before
         interruption = None
@@ -286,7 +286,7 @@ cdef class Request:
         if result < 0:
             return False
         try:
-            wait_and_finish(self, timeout_ns)
+            finish_and_release(self)
         except BaseException:
             # The library reports a completion once, and has done so: keep the request.
             if not self.finished:
@@ -669,17 +669,26 @@ cpdef object wait_or_cancel(Request request):
         if request.finished:
             raise
         request.cancel()
-        try:
-            request.poll_for(None)
-        except BaseException as second:
-            if not request.finished:
-                _log.error("%r goes on, and its memory is in use until it is done", request)
-                if hasattr(second, "add_note"):
-                    second.add_note(f"{request!r} goes on, and its memory is in use")
-            raise
-        # The interruption is raised, so nobody can look at the request's own error.
-        request.error_seen = True
+        finish_interrupted(request)
         raise
+
+
+cdef int finish_interrupted(Request request) except -1:
+    """Wait for a request whose caller gets an exception in its place.
+
+    A second interruption is raised immediately.
+    """
+    try:
+        request.poll_for(None)
+    except BaseException as second:
+        if not request.finished:
+            _log.error("%r goes on, and its memory is in use until it is done", request)
+            if hasattr(second, "add_note"):
+                second.add_note(f"{request!r} goes on, and its memory is in use")
+        raise
+    # Nobody can look at the request's own error.
+    request.error_seen = True
+    return 0
 
 
 cdef Request new_request(
@@ -828,15 +837,15 @@ cdef int forget(list callbacks, object fn) except -1:
     return 0
 
 
-cdef int wait_and_finish(Request request, int64_t timeout_ns) except -1:
-    """Wait for a request and finish it; if it is finished, release and call back."""
+cdef int finish_and_release(Request request) except -1:
+    """Finish a request whose transfer is done; then release and call back."""
     cdef bint finished_here = False
     file = interruption = None
     with request.lock:
         request.finisher = PyThread_get_thread_ident()
         try:
             if not request.finished:
-                interruption = request.go_on(timeout_ns)
+                interruption = request.go_on()
                 finished_here = request.finished
             if finished_here:
                 file, request.file = request.file, None

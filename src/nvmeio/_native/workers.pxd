@@ -18,8 +18,9 @@ cdef class Workers:
     # Do the same before a submission, which starts the workers of a forked child.
     cdef int use(self) except -1
 
-    # Advance staged requests, and finish all requests that are done, observed or not.
-    cpdef int collect(self) except -1
+    # Advance staged requests, and finish all requests that are done, observed or not.  If
+    # not `patient`, skip a request whose bytes another thread is copying.
+    cpdef int collect(self, bint patient=*) except -1
 
     # Wait until nothing is in flight, and return True; or until a monotonic time (-1: no
     # limit), and return False.  Handles signals meanwhile.

@@ -84,7 +84,7 @@ cdef class Workers:
         self.unused = False
         return 0
 
-    cpdef int collect(self) except -1:
+    cpdef int collect(self, bint patient=True) except -1:
         cdef void *users[64]
         cdef unsigned count = 64, i
         cdef Request request
@@ -106,7 +106,7 @@ cdef class Workers:
         finish_all(found)
         # Iterate over a copy, because other threads may add to the set.
         for request in list(self.staged):
-            if request.poll(0):
+            if (patient or request.finisher == 0) and request.poll(0):
                 self.staged.discard(request)
         return 0
 
