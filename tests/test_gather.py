@@ -30,6 +30,7 @@ from helpers import (
     warm,
     warm_pages,
 )
+from nvmeio._native import gather
 from nvmeio._native.gather import NewBytes
 from nvmeio._native.system_calls import cached_fraction
 
@@ -345,6 +346,59 @@ class TestMemory:
             request.wait()
         assert np.array_equal(memory[::2], CONTENT[rows[:, None] * 99 + np.arange(64)])
         assert not memory[1::2].any()
+
+    @pytest.mark.parametrize("kind", ["array", "tensor"])
+    def test_what_others_write_to_the_rest_meanwhile_stays(self, data, kind, monkeypatch):
+        memory, calls = np.zeros((40, 64), np.uint8), []
+        out = memory[::2]
+        if kind == "tensor":
+            out = pytest.importorskip("torch").from_numpy(memory)[::2]
+        memcpy = gather.memcpy
+
+        def other(*arguments):
+            calls.append(arguments)
+            memory[38, 0] = len(calls)
+            memcpy(*arguments)
+
+        monkeypatch.setattr(gather, "memcpy", other)
+        with nvmeio.Handle() as handle:
+            handle.gather(data, [5, 999], 64, out, out_offsets=[64, 0])
+        assert memory[38, 0] == len(calls)
+        assert np.array_equal(memory[:4:2], [CONTENT[999 : 999 + 64], CONTENT[5 : 5 + 64]])
+
+    def test_the_padding_of_structured_elements_is_part_of_a_record(self, data):
+        dtype = np.dtype([("flag", "u1"), ("number", "i8")], align=True)
+        memory = np.zeros((10, 2 * dtype.itemsize), np.uint8)
+        with nvmeio.Handle() as handle:
+            handle.gather(data, np.arange(10) * 16 + 3, 16, memory.view(dtype)[:, 0])
+        assert np.array_equal(memory[:, :16].ravel(), CONTENT[3 : 3 + 160])
+        assert not memory[:, 16:].any()
+
+    @pytest.mark.parametrize("kind", ["array", "memoryview", "tensor"])
+    @pytest.mark.parametrize("seed", range(20))
+    def test_records_may_be_any_bytes_of_strided_elements(self, data, kind, seed):
+        random = np.random.default_rng(seed)
+        memory = np.full((8, 5, 3, 8), 7, np.uint8)
+        elements = memory.view(np.int32)[1::2, ::-1, :, 0]
+        if kind == "tensor":
+            torch = pytest.importorskip("torch")
+            elements = torch.from_numpy(memory).view(torch.float32)[1::2, 1:, :, 0]
+        size = elements.nbytes
+        borders = np.sort(random.choice(size + 1, 12, replace=False))
+        order = random.permutation(6)
+        places, sizes = borders[::2][order], np.diff(borders)[::2][order]
+        offsets = random.integers(0, PAGE, 6)
+        expected = np.full(size, 7, np.uint8)
+        for place, number, offset in zip(places, sizes, offsets, strict=True):
+            expected[place : place + number] = CONTENT[offset : offset + number]
+        out = memoryview(elements) if kind == "memoryview" else elements
+        with nvmeio.Handle() as handle:
+            handle.gather(data, offsets, sizes, out, out_offsets=places)
+        if kind == "tensor":
+            elements = elements.numpy()
+        assert elements.tobytes() == expected.tobytes()
+        assert (memory[::2] == 7).all()
+        assert (memory[..., 4:] == 7).all()
 
     def test_a_strided_source_is_scattered_in_c_order(self, handle, path):
         source = np.arange(64, dtype=np.uint8).reshape(8, 8).T

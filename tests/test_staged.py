@@ -87,6 +87,7 @@ class Library:
         self.crossing = lambda: None
         self.threads = set()
         self.finished = 0
+        self.touched = 0
         self.stagings = weakref.WeakSet()
 
     def export(self, tensor, writable):
@@ -97,6 +98,12 @@ class Library:
 
     def host_like(self, tensor):
         return np.zeros(len(tensor.memory), np.uint8)
+
+    def byte_view(self, tensor):
+        return getattr(tensor, "memory", tensor)
+
+    def touch(self, tensor):
+        self.touched += 1
 
     def copy(self, dest, src):
         self.cross(None)
@@ -205,6 +212,22 @@ def test_device_tensors_work_in_many_and_in_gathers_and_scatters(handle, path, t
     assert handle.scatter(other, [0, half], 10, gathered) == 20
     assert other.read_bytes()[:10] == data[half : half + 10]
     assert other.read_bytes()[half : half + 10] == data[:10]
+
+
+def test_a_gather_assigns_its_records_alone_to_a_device_tensor(tmp_path, library):
+    (tmp_path / "data").write_bytes(pattern(PAGE))
+    target, calls = Device(bytes(100)), []
+
+    def cross():
+        calls.append(None)
+        target.memory[99] = len(calls)
+
+    library.crossing = cross
+    with nvmeio.Handle() as handle:
+        handle.gather(tmp_path / "data", [7, 70], 20, target, out_offsets=[30, 10])
+    expected = pattern(PAGE)[70:90] + pattern(PAGE)[7:27]
+    assert target.content() == bytes(10) + expected + bytes(49) + bytes([len(calls)])
+    assert library.touched > 0
 
 
 @pytest.mark.usefixtures("library")

@@ -61,6 +61,9 @@ class TensorLibrary(Protocol):
     def host_like(self, tensor: Any) -> Any:
         """Make a tensor of the same size and dtype in host memory."""
 
+    def byte_view(self, tensor: Any) -> Any:
+        """View the bytes of a tensor: flat, or with another axis for each element's."""
+
     def announce(self, memory: Any) -> None:
         """Register new pinned memory of the pool with the device drivers."""
 

@@ -1,8 +1,10 @@
-"""Checks of arrays' sizes, shapes and strides."""
+"""Sizes, shapes and strides of arrays: checks, and parts in C order."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-__all__ = ["check_sizes", "may_overlap"]
+__all__ = ["check_sizes", "may_overlap", "parts_of"]
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
@@ -29,3 +31,30 @@ def check_sizes(dest_bytes: int, src_bytes: int) -> None:
         raise ValueError(
             f"dest has {dest_bytes} bytes and src {src_bytes}; they must be equal"
         )
+
+
+def parts_of(
+    array: Any, begin: int, end: int, origin: int = 0
+) -> Iterator[tuple[Any, int]]:
+    """Yield views that are together the elements from begin to end, in C order.
+
+    Each comes with the index of its first element, counted from ``origin``.
+    """
+    if array.ndim == 1:
+        yield array[begin:end], origin + begin
+        return
+    row = math.prod(array.shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:
+        # The elements are inside of one row.
+        at = last * row
+        yield from parts_of(array[last], begin - at, end - at, origin + at)
+        return
+    if begin < first * row:
+        at = (first - 1) * row
+        yield from parts_of(array[first - 1], begin - at, row, origin + at)
+    if first < last:
+        yield array[first:last], origin + first * row
+    if last * row < end:
+        at = last * row
+        yield from parts_of(array[last], 0, end - at, origin + at)

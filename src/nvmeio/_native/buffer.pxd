@@ -43,3 +43,6 @@ cdef object library_for(object source)
 
 # As `acquire`, but never copy: return None if the bytes are not in C order in memory.
 cdef Buffer acquire_in_place(object source, bint writable)
+
+# Return an array of opaque items over a view's memory, without holding the view.
+cdef object strided_array(const Py_buffer *view, bint writable)

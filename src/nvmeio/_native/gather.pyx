@@ -5,8 +5,8 @@ The library sorts, merges and transfers the records.  Users call the methods in 
 
 import errno
 import functools
+import math
 import os
-import threading
 from concurrent.futures import CancelledError
 
 import numpy
@@ -14,18 +14,16 @@ import numpy
 cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE,
-    PyBUF_WRITE,
     PyBuffer_Release,
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
-from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdint cimport SIZE_MAX, int64_t, uintptr_t
 
 from nvmeio._libnvmeio cimport c_gather, c_request
-from nvmeio._libnvmeio.c_base cimport OP_READ, nvmeio_op
+from nvmeio._libnvmeio.c_base cimport OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._libnvmeio.c_request cimport (
     nvmeio_after,
     nvmeio_failure,
@@ -37,30 +35,19 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._libnvmeio.c_gather cimport nvmeio_gather
 from nvmeio._native.arguments cimport file_position, up_to
 from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
+from nvmeio._native.buffer cimport strided_array
 from nvmeio._native.file cimport File, identity_of
 from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
 from nvmeio._native.request cimport Request, fill_request, fill_transfer
 
-from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
+from nvmeio._memory.registry import library_of
+from nvmeio._memory.strides import parts_of
 from nvmeio._arguments.checks import exact_array, has_integers
 
 _ndarray = numpy.ndarray
 _int64 = numpy.dtype(numpy.int64)
-
-# _bring_back() reads memory, changes some of it and writes it back: one thread at a time.
-# An RLock, because a signal handler may interrupt that and do the same.
-_bringing = threading.RLock()
-
-
-def _after_fork():
-    """Replace the lock, which a thread of the parent may have held."""
-    global _bringing
-    _bringing = threading.RLock()
-
-
-call_in_child(_after_fork)
 
 
 class GatherError(OSError):
@@ -142,23 +129,35 @@ cdef class GatherRequest(Request):
         return 0
 
     cdef object take_memory(self, object memory):
-        """Hold the memory; or make, hold and return a copy in host memory."""
+        """Hold the memory, or host memory in its place.
+
+        Return the function that then lands records, given where each begins and ends; None
+        if the engine uses the caller's memory.
+        """
         cdef Buffer held
         self.by_address = self.op == OP_READ and isinstance(memory, NewBytes)
         if self.by_address:
             # It has no address, and only keeps the objects alive.
             self.buffer = new_buffer(memory, True)
             return None
-        held = acquire(memory, self.op == OP_READ)
-        host = None
+        self.buffer = held = acquire(memory, self.op == OP_READ)
         self.is_copied = held.nbytes > 0 and not held.is_in_place()
-        if held.stage is not None or (self.op == OP_READ and self.is_copied):
-            # Copy the contents too, because a record may be only part of an element.
-            host = host_copy(memory)
-            held.release()
-            held = acquire(host, self.op == OP_READ)
-        self.buffer = held
-        return host
+        if held.stage is None and (self.op == OP_WRITE or not self.is_copied):
+            return None
+        if PyObject_CheckBuffer(memory):
+            target = strided_array(&held.view, True)[..., None].view(numpy.uint8)
+            staged = held.owner.reshape(-1).view(numpy.uint8)
+            return functools.partial(_land_records, memory, target, staged)
+        library = library_for(memory)
+        host = library.host_like(memory)
+        if self.op == OP_WRITE:
+            memcpy(host, memory)
+        held.release()
+        self.buffer = acquire(host, self.op == OP_READ)
+        if self.op == OP_WRITE:
+            return None
+        target, staged = library.byte_view(memory), library.byte_view(host)
+        return functools.partial(_land_records, memory, target, staged)
 
     cdef int check_records(self) except -1:
         cdef nvmeio_gather gather
@@ -250,8 +249,10 @@ cdef class GatherRequest(Request):
         )
 
     cdef object settle(self, object error):
-        # The copy began with the memory's contents, so a failed record leaves them there.
         if self.op == OP_READ and isinstance(error, GatherError):
+            if isinstance(self.buffer.landing, functools.partial):
+                failed = [index for index, _ in error.failures]
+                self.buffer.landing = functools.partial(self.buffer.landing, failed=failed)
             self.buffer.land()
             return error
         error = Request.settle(self, error)
@@ -303,7 +304,7 @@ cdef GatherRequest new_gather(
 ):
     cdef GatherRequest request = GatherRequest.__new__(GatherRequest)
     request.op = op
-    host = request.take_memory(memory)
+    land = request.take_memory(memory)
     request.offsets = integers("offsets", offsets)
     request.count = len(request.offsets)
     request.gap_max = up_to(2**30, "max_gap", max_gap)
@@ -323,10 +324,12 @@ cdef GatherRequest new_gather(
         check_count(name, request.places, request.count)
     request.nbytes = min(max(total, 0), 2**63 - 1)
     request.value = value
-    if host is not None and op == OP_READ:
-        request.buffer.landing = functools.partial(
-            _bring_back, memory, host, request.nbytes, request.sizes, request.places
-        )
+    if land is not None:
+        sizes = numpy.broadcast_to(numpy.int64(request.sizes), request.count)
+        begins = request.places
+        if begins is None:
+            begins = numpy.cumsum(sizes) - sizes
+        request.buffer.landing = functools.partial(land, begins, begins + sizes)
     return request
 
 
@@ -406,34 +409,23 @@ cdef int raise_offender(GatherRequest request, size_t index, int result) except 
     )
 
 
-def _bring_back(memory, host, nbytes, sizes, places, source):
-    """Copy only the records: other requests may have changed the rest meanwhile."""
-    with _bringing:
-        now = host_copy(memory)
-        target, staged = bytes_of(now), bytes_of(host)
-        if places is None:
-            target[:nbytes] = staged[:nbytes]
-        else:
-            for place, size in numpy.broadcast(places, sizes):
-                target[place : place + size] = staged[place : place + size]
-        memcpy(memory, now)
-
-
-cdef object bytes_of(object host):
-    """Return the bytes of memory in C order.  The caller must keep the memory alive."""
-    cdef Buffer buffer = acquire(host, True)
-    if buffer.nbytes == 0:
-        return memoryview(bytearray())
-    return PyMemoryView_FromMemory(<char *> buffer.address, buffer.nbytes, PyBUF_WRITE)
-
-
-cdef object host_copy(object memory):
-    """Return a C-ordered copy of an array or tensor in host memory."""
-    if PyObject_CheckBuffer(memory):
-        return numpy.array(memory, order="C")
-    host = library_for(memory).host_like(memory)
-    memcpy(host, memory)
-    return host
+def _land_records(memory, target, staged, begins, ends, source, failed=()):
+    """Copy records to the caller's memory, and nothing else: others may use the rest."""
+    begins, ends = numpy.delete(begins, failed), numpy.delete(ends, failed)
+    filled = numpy.flatnonzero(ends > begins)
+    order = filled[numpy.argsort(begins[filled])]
+    begins, ends = begins[order], ends[order]
+    # Neighbours are copied together.
+    apart = begins[1:] != ends[:-1]
+    begins = begins[numpy.r_[True, apart][: len(begins)]]
+    ends = ends[numpy.r_[apart, True][: len(ends)]]
+    for begin, end in zip(begins.tolist(), ends.tolist()):
+        for part, at in parts_of(target, begin, end):
+            size = math.prod(part.shape)
+            part[...] = staged[at : at + size].reshape(part.shape)
+    library = library_of(memory)
+    if library is not None:
+        library.touch(memory)
 
 
 # Not a buffer, because what is between the objects belongs to others.

@@ -20,6 +20,7 @@ from nvmeio.torch._staging import DeviceStaging
 
 __all__ = [
     "announce",
+    "byte_view",
     "carrier",
     "copy",
     "export",
@@ -200,6 +201,20 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
     """Make a tensor of the same shape and dtype in host memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes of a tensor, flat if it is contiguous.
+
+    Otherwise it has another axis, for the bytes of each element.
+    """
+    with plain_mode(tensor):
+        size, offset = tensor.element_size(), tensor.storage_offset()
+        strides = [stride * size for stride in tensor.stride()]
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage(), offset * size, (*tensor.shape, size), (*strides, 1)
+        )
+        return view.view(-1) if view.is_contiguous() else view
 
 
 def thread_limit() -> int:
