@@ -12,6 +12,7 @@ import pytest
 
 import nvmeio
 from helpers import BLOCK, MIB, PAGE, left_open, limit, pattern
+from nvmeio._files import paths
 
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, MIB, MIB + 1, 5 * MIB + 777]
 
@@ -390,7 +391,7 @@ class TestSync:
             raise PermissionError(errno.EACCES, "Permission denied", folder)
 
         with monkeypatch.context() as patched:
-            patched.setattr(os, "open", refuse)
+            patched.setattr(paths, "opened", refuse)
             with pytest.raises(PermissionError, match=r"its folder .*, to be") as caught:
                 nvmeio.write_file(b"1234", path, sync=True)
         assert caught.value.filename == str(path)
