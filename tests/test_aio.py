@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import nvmeio
+from children import run_child, skip_sanitized
 from helpers import MIB, PAGE, descriptors_below, pattern, plugged
 from nvmeio import aio
 
@@ -368,6 +369,14 @@ class TestArrays:
                 assert not array[...].any()
 
         run(main())
+
+
+def test_no_file_is_opened_or_closed_in_the_thread_of_the_loop(tmp_path):
+    """A filter (seccomp) refuses such system calls in that thread."""
+    skip_sanitized("open files of their own")
+    found = run_child("loop_without_files", folder=str(tmp_path)).report
+    assert len(found) == 14
+    assert found == dict.fromkeys(found, "ok")
 
 
 @pytest.mark.parametrize("way", ["write_file", "save"])

@@ -8,9 +8,9 @@ none, because they can be awaited: ``await handle.submit_read(...)``,
 
 Data are transferred by requests: an eventfd wakes the event loop, and no thread waits.
 Short calls that may block run in the loop's default executor, which is one pool of threads
-for all calls: opening a file and reading its header, allocating memory, renaming,
-truncating, the fsync of a directory.  Strided memory and device memory are copied in the
-loop's thread.
+for all calls: opening and closing a file, reading its header, allocating memory, renaming,
+truncating, the fsync of a directory, and submitting what an index selects.  Strided memory
+and device memory are copied in the loop's thread.
 
 A cancelled task cancels its transfer, waits until the memory is no longer in use, and then
 raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
@@ -18,21 +18,25 @@ raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
-from nvmeio._events.event_loop import InThread, in_thread
+from nvmeio._events.event_loop import InThread, in_thread, submitted
 from nvmeio._files.descriptors import cut
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
-from nvmeio.files import as_dtype, new_contents, opened_for
+from nvmeio.files import as_dtype, new_contents, opened_for, opened_for_reading
 from nvmeio.npy import header_and_source, opened_npy
 
 __all__ = [
@@ -46,6 +50,23 @@ __all__ = [
     "setitem",
     "write_file",
 ]
+
+V = TypeVar("V")
+
+
+def _ready(opened: AbstractContextManager[V]) -> InThread[tuple[Handle, V]]:
+    """Open a file in the default executor, so that no submission opens or closes one."""
+    return InThread(_with_handle(opened))
+
+
+@contextlib.contextmanager
+def _with_handle(opened: AbstractContextManager[V]) -> Iterator[tuple[Handle, V]]:
+    handle = default_handle()
+    with opened as found:
+        # Unaligned transfers need the second descriptor.
+        handle._open(found[0] if isinstance(found, tuple) else found)
+        yield handle, found
+
 
 # Pauses between attempts to take a file's lock: the first, and the longest.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.05
@@ -78,10 +99,10 @@ async def load(path: Path) -> npt.NDArray[Any]:
     >>> asyncio.run(nvmeio.aio.load("data.npy"))
     array([0, 1, 2, 3])
     """
-    file, layout, array = await in_thread(opened_npy, path)
-    with file:
+    async with _ready(opened_npy(path)) as (handle, found):
+        file, layout, array = found
         if array.nbytes:
-            await default_handle().submit_read(array, file, layout.offset)
+            await handle.submit_read(array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
@@ -109,8 +130,8 @@ async def save(path: Path, array: Any, *, sync: bool = False) -> None:
     """
     path, sync = path_of(path), flag("sync", sync)
     header, source = await in_thread(header_and_source, array)
-    handle = default_handle()
-    async with InThread(new_contents(path, sync=sync, atomic=True)) as file:
+    contents = new_contents(path, sync=sync, atomic=True)
+    async with _ready(contents) as (handle, file):
         await handle.submit_write(header, file)
         size = await handle.submit_write(source, file, len(header))
         await in_thread(cut, file, len(header) + size)
@@ -157,10 +178,10 @@ async def read_file(
     >>> asyncio.run(nvmeio.aio.read_file("data.bin", offset=16, dtype=np.int64))
     array([2, 3])
     """
-    file, array, left = await in_thread(opened_for, path, offset, size, dtype)
-    with file:
+    opened = opened_for(path, offset, size, dtype)
+    async with _ready(opened) as (handle, (file, array, left)):
         if left:
-            await default_handle().submit_read(array, file, offset)
+            await handle.submit_read(array, file, offset)
     return as_dtype(array, dtype)
 
 
@@ -184,10 +205,6 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     asyncio.CancelledError
         The task was cancelled; the buffer is no longer in use.
 
-    Notes
-    -----
-    A path is opened in the event loop's thread.  If that may take long, pass a ``File``.
-
     Examples
     --------
     >>> import asyncio
@@ -197,7 +214,8 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     >>> asyncio.run(nvmeio.aio.read_into(array, "data.bin"))
     32
     """
-    return int(await default_handle().submit_read(buffer, file, offset))
+    async with _ready(opened_for_reading(file)) as (handle, opened):
+        return int(await handle.submit_read(buffer, opened, offset))
 
 
 async def write_file(
@@ -236,8 +254,9 @@ async def write_file(
     32
     """
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
-    held, handle = borrow(buffer, writable=False), default_handle()
-    async with InThread(new_contents(path, sync=sync, atomic=atomic)) as file:
+    held = borrow(buffer, writable=False)
+    contents = new_contents(path, sync=sync, atomic=atomic)
+    async with _ready(contents) as (handle, file):
         await handle.submit_write(held, file)
         await in_thread(cut, file, held.nbytes)
         if sync or atomic:
@@ -280,7 +299,7 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
     array([[ 9, 10, 11],
            [ 0,  1,  2]])
     """
-    return await array.prefetch(index)
+    return await submitted(array.prefetch, index)
 
 
 async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
@@ -312,7 +331,7 @@ async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
     ...     rows[0]
     array([7, 7, 7])
     """
-    await array.submit_setitem(index, value)
+    await submitted(array.submit_setitem, index, value)
 
 
 async def flush(array: ArrayFile, *, sync: bool = True) -> None:
@@ -344,7 +363,7 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
     array._check_open()
     if flag("sync", sync):
         async with InThread(array._synced_name()):
-            await array._handle().submit_fsync(array._file)
+            await submitted(lambda: array._handle().submit_fsync(array._file))
 
 
 async def append(array: ArrayFile, values: Any) -> None:

@@ -80,36 +80,33 @@ def read_file(
     >>> nvmeio.read_file("values.bin", offset=8, size=8, dtype=np.float32)
     array([2., 3.], dtype=float32)
     """
-    file, array, left = opened_for(path, offset, size, dtype)
-    with file:
+    with opened_for(path, offset, size, dtype) as (file, array, left):
         if left:
             default_handle().read(array, file, offset)
     return as_dtype(array, dtype)
 
 
+@contextlib.contextmanager
 def opened_for(
     path: Path, offset: int, size: int | None, dtype: Any
-) -> tuple[File, npt.NDArray[Any], int]:
-    """Open a file and make an array; also return how many bytes are still to be read."""
+) -> Iterator[tuple[File, npt.NDArray[Any], int]]:
+    """Open a file and make an array; also yield how many bytes are still to be read."""
     offset = whole("offset", offset, 0, 2**63 - 1)
     if size is not None:
         size = whole("size", size, 0, 2**63 - 1)
     element = np.dtype(np.uint8) if dtype is None else element_of(dtype)
-    file = File(path)
-    try:
-        end = file.size
+    with File(path) as file:
+        end, count = file.size, 0
         if end == 0 or _is_of_sysfs(file, end):
             data = np.frombuffer(_read_to_the_end(file), np.uint8)
-            count = _count_bytes(file, offset, size, len(data), element)
-            return file, data[offset : offset + count].view(element), 0
-        count = _count_bytes(file, offset, size, end, element)
-        if not count:
-            return file, np.empty(0, element), 0
-        memory = memoryview(pool.PoolMemory(count))
-        return file, np.frombuffer(memory, element), count
-    except BaseException:
-        file.close()
-        raise
+            nbytes = _count_bytes(file, offset, size, len(data), element)
+            array = data[offset : offset + nbytes].view(element)
+        else:
+            count = _count_bytes(file, offset, size, end, element)
+            array = np.empty(0, element)
+        if count:
+            array = np.frombuffer(memoryview(pool.PoolMemory(count)), element)
+        yield file, array, count
 
 
 def as_dtype(array: npt.NDArray[Any], dtype: Any) -> Any:
@@ -267,6 +264,17 @@ def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[Fil
             return
         with naming(path), file_in_place_of(resolved(path)) as file:
             yield file
+
+
+@contextlib.contextmanager
+def opened_for_reading(file: FileLike) -> Iterator[File]:
+    """Open a file as a request that names it would; a ``File`` stays open."""
+    found = default_handle()._open(file)
+    try:
+        yield found
+    finally:
+        if found is not file:
+            found.close()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Save an array or tensor as a .npy file, and load an array."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,23 +56,19 @@ def load(path: Path) -> npt.NDArray[Any]:
     >>> nvmeio.load("data.npy")
     array([0, 1, 2, 3])
     """
-    file, layout, array = opened_npy(path)
-    with file:
+    with opened_npy(path) as (file, layout, array):
         if array.nbytes:
             default_handle().read(array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
-def opened_npy(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
+@contextlib.contextmanager
+def opened_npy(path: Path) -> Iterator[tuple[File, Layout, npt.NDArray[Any]]]:
     """Open a file, read its header, and allocate an array for its elements."""
-    file = File(path)
-    try:
+    with File(path) as file:
         layout = read_layout(file)
         shape = layout.shape[::-1] if layout.fortran else layout.shape
-        return file, layout, empty(shape, layout.dtype)
-    except BaseException:
-        file.close()
-        raise
+        yield file, layout, empty(shape, layout.dtype)
 
 
 def save(path: Path, array: Any, *, sync: bool = False) -> None:

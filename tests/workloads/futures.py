@@ -3,10 +3,16 @@
 import asyncio
 import contextlib
 import importlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 import nvmeio
 from helpers import SLOW, Guarded, plugged
+from nvmeio import aio
+from seccomp_profiles import install_program, program_of
 from workloads.common import Faults, errors_of, make_file, report
 from workloads.forks import fork, join
 
@@ -144,3 +150,76 @@ def order_held(folder, control, engine):
         }
     )
     handle.close()
+
+
+# System calls that open, close or look up a file.
+OF_FILES = (
+    *("open", "openat", "openat2", "creat", "close", "close_range", "stat", "lstat"),
+    *("fstat", "newfstatat", "statx", "access", "faccessat", "faccessat2", "readlink"),
+    *("readlinkat", "rename", "renameat", "renameat2", "link", "linkat", "unlink"),
+    *("unlinkat", "ftruncate", "fsync", "fdatasync", "getxattr", "fgetxattr", "flock"),
+)
+
+
+def loop_without_files(folder):
+    """Call every function of nvmeio.aio in a thread that may open, close and look up none.
+
+    The first round imports what is needed, the second one also makes the default handle.
+    """
+    memory, odd, path = bytearray(8192), bytearray(5), f"{folder}/new"
+    make_file(f"{folder}/data", 10_000)
+    np.save(f"{folder}/rows.npy", np.zeros((10, 10)))
+    profile = {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "defaultErrnoRet": 1,
+        "syscalls": [{"names": OF_FILES, "action": "SCMP_ACT_ERRNO", "errnoRet": 35}],
+    }
+    program = program_of(profile)
+    rows = nvmeio.ArrayFile(f"{folder}/rows.npy", mode="r+")
+    calls = {
+        "read_file": lambda: aio.read_file(f"{folder}/data"),
+        "read_file, aligned": lambda: aio.read_file(f"{folder}/data", 4096, 4096),
+        "read_into": lambda: aio.read_into(memory, f"{folder}/data"),
+        "read_into, odd": lambda: aio.read_into(odd, f"{folder}/data", 3),
+        "write_file": lambda: aio.write_file(odd, path),
+        "write_file in place": lambda: aio.write_file(odd, path, atomic=False),
+        "write_file, synced": lambda: aio.write_file(memory, path, sync=True),
+        "write_file, aligned": lambda: aio.write_file(memory, path, atomic=False),
+        "save": lambda: aio.save(path, np.zeros(10)),
+        "load": lambda: aio.load(f"{folder}/rows.npy"),
+        "getitem": lambda: aio.getitem(rows, [3, 1]),
+        "setitem": lambda: aio.setitem(rows, slice(0, 2), 1),
+        "append": lambda: aio.append(rows, np.zeros((1, 10))),
+        "flush": lambda: aio.flush(rows),
+    }
+    found = {}
+
+    async def main(name):
+        loop = asyncio.get_running_loop()
+        executor = ThreadPoolExecutor(4)
+        # Its threads must not inherit the filter, so all are started before.
+        barrier = threading.Barrier(4)
+        list(executor.map(lambda _: barrier.wait(), range(4)))
+        loop.set_default_executor(executor)
+        await calls[name]()
+        nvmeio.default_handle().close()
+        install_program(program)
+        found[name] = "ok"
+        try:
+            await calls[name]()
+        except BaseException as error:
+            found[name] = repr(error)
+
+    def run(name):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main(name))
+        # It cannot be closed in this thread.
+        loops.append(loop)
+
+    loops = []
+    for name in calls:
+        thread = threading.Thread(target=run, args=[name])
+        thread.start()
+        thread.join()
+    rows.close()
+    report(found)

@@ -21,7 +21,7 @@ from nvmeio._events.listener import (
     Workers,
 )
 
-__all__ = ["InThread", "TaskListener", "as_coroutine", "close", "in_thread"]
+__all__ = ["InThread", "TaskListener", "as_coroutine", "close", "in_thread", "submitted"]
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -275,6 +275,24 @@ async def in_thread(function: Callable[..., R], /, *args: Any) -> R:
         future.exception()
         raise
     return future.result()
+
+
+async def submitted(submit: Callable[..., Request], /, *args: Any) -> Any:
+    """Submit a request in the default executor, and await it.
+
+    A cancelled task cancels the request, and waits for it before it raises.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, submit, *args)
+    try:
+        await _until(future.done, lambda: asyncio.wait([future]))
+    except asyncio.CancelledError:
+        if future.exception() is None:
+            future.result().cancel()
+            # The cancellation is raised, and not what became of the request.
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await as_coroutine(future.result())
+        raise
+    return await as_coroutine(future.result())
 
 
 class InThread(Generic[V]):

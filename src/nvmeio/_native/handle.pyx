@@ -1053,6 +1053,11 @@ cdef class Handle:
 
     # Shared by the methods above.
 
+    def _open(self, file):
+        """Open a file as a read that names it does, with both of its descriptors."""
+        self.require_open()
+        return self.files.find(file, False, True)
+
     cdef object transfer(self, nvmeio_op op, object buffer, object file, object offset):
         return wait_or_cancel(self.begin(op, buffer, file, offset, True, None))
 
