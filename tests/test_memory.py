@@ -123,7 +123,14 @@ def test_the_limit_is_half_of_the_memory_by_default():
 @pytest.mark.parametrize("text", ["0", "-1", "1", "many", "2048X", "K"])
 def test_an_invalid_limit_is_refused(text):
     report = run_child("fill_pool", env={"NVMEIO_POOL_BYTES": text}).report
-    assert f"NVMEIO_POOL_BYTES is {text!r}; it must be a number of bytes" in report["error"]
+    limit = "2097152 bytes (2 MiB) or more" if text in ("0", "1") else "a number of bytes"
+    assert f"NVMEIO_POOL_BYTES is {text!r}; it must be {limit}" in report["error"]
+
+
+@pytest.mark.parametrize("text", ["64M", "64MiB", "0.0625G", "67108864", " 65536 KB "])
+def test_a_limit_is_written_as_any_other_size(text):
+    found = run_child("report_limit", env={"NVMEIO_POOL_BYTES": text}).report
+    assert found == run_child("report_limit", env={"NVMEIO_POOL_BYTES": "64M"}).report
 
 
 def test_bounces_count_toward_the_limit(tmp_path):

@@ -23,7 +23,7 @@ FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
     "_events": set(),
-    "_native.settings": {"_libnvmeio"},
+    "_native.settings": {"_libnvmeio", "_arguments"},
     "_native.descriptor": {"_arguments"},
     "_files": {"_arguments", "_events", "_native.descriptor"},
     "_memory": {"_arguments", "_events"},
@@ -35,7 +35,9 @@ FOLDERS = {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),
         *("_libnvmeio", "deepspeed"),
     },
-    "safetensors": {"", "_arguments", "_events", "_files", "_memory", "_native"},
+    "safetensors": {
+        *("", "_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
+    },
     "torch": {
         *("", "checkpoint", "safetensors"),
         *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),

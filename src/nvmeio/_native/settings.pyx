@@ -7,9 +7,9 @@ LIMITS has the limits of a handle's options, which the C library defines.
 import errno
 import os
 
-from libc.stdint cimport uint64_t
-
 from nvmeio._libnvmeio cimport c_base, c_copy, c_pool
+
+from nvmeio._arguments.units import size_of
 
 # The largest value of each number; the smallest is 1.
 LIMITS = {
@@ -18,7 +18,8 @@ LIMITS = {
     "workers": c_base.WORKERS_MAX,
 }
 
-cdef dict _factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# A smaller limit would not hold a single huge page.
+cdef object _POOL_BYTES_MIN = 2 << 20
 
 cdef bint _applied = False
 cdef int _threads_max = 0
@@ -50,24 +51,11 @@ cdef int threads_of(str text) except -1:
 cdef int set_pool(str limit, str hugetlb) except -1:
     """Set the pool's limit, and whether it takes memory from hugetlb pages."""
     if limit:
-        c_pool.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
+        c_pool.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit, _POOL_BYTES_MIN))
     if hugetlb and hugetlb not in ("0", "1"):
         raise ValueError(f"NVMEIO_POOL_HUGETLB is {hugetlb!r}; it must be 0 or 1")
     c_pool.pool_set_hugetlb(hugetlb == "1")
     return 0
-
-
-cdef uint64_t size_of(str variable, str text) except 0:
-    """Parse a number of bytes, which may end in K, M, G or T."""
-    factor = _factors.get(text[-1].upper(), 1)
-    digits = text[:-1] if factor > 1 else text
-    # A smaller limit would not hold a single huge page.
-    if not digits.isdecimal() or not 2**21 <= int(digits) * factor < 2**63:
-        raise ValueError(
-            f"{variable} is {text!r}; it must be a number of bytes, at least 2M, such as "
-            "8589934592 or 8G"
-        )
-    return int(digits) * factor
 
 
 cdef int select_kernel(str name) except -1:
