@@ -25,7 +25,7 @@ from nvmeio._arrays.transfers import Transfer, gathering, names_fields, reading,
 from nvmeio._files.paths import absolute, synced_folder
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.file import File
-from nvmeio._native.gather import Deferred
+from nvmeio._native.gather import LateResult
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
@@ -783,7 +783,7 @@ class ArrayFile(Unread):
             transfer.offsets,
             transfer.nbytes,
             transfer.memory,
-            result=transfer.result if make is None else Deferred(make),
+            result=transfer.result if make is None else LateResult(make),
             after=after,
         )
 

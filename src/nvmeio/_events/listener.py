@@ -1,7 +1,7 @@
 """Collect completions of requests: shared by threads and event loops that wait.
 
-The protocols here list what this folder needs of the Cython classes, which it must not
-import.
+The protocols here list what this folder and _memory/ need of the Cython classes, which
+they must not import.
 """
 
 import weakref
@@ -98,6 +98,9 @@ class Request(Protocol):
         """Call a function when it is done."""
 
     def _remove_done_callback(self, fn: Callable[[Any], object], /) -> None: ...
+
+    def _is_over(self) -> bool:
+        """Return whether it no longer touches memory or file."""
 
 
 class Listener(ABC):

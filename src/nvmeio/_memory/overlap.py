@@ -8,26 +8,18 @@ import itertools
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._events.forks import call_in_child
+from nvmeio._events.listener import Request
 
 __all__ = ["OVERLAPS", "elements_of", "footprint_of"]
 
 Integers = npt.NDArray[np.int64]
 Part = tuple[Any, Any, Any, Any, Any, Any]
-
-
-class Request(Protocol):
-    """What this module needs of a request."""
-
-    @property
-    def _workers(self) -> object: ...
-
-    def _is_over(self) -> bool: ...
 
 
 class Spans:

@@ -757,9 +757,9 @@ cdef object use_buffer(File file, Turn *turn, object buffer):
         PyBuffer_Release(&view)
 
 
-# A new bytes object as a writable buffer: no other code has it yet.
+# A bytes object that no other code has yet, as a writable buffer.
 @cython.final
-cdef class _NewBytes:
+cdef class _WritableBytes:
     cdef bytes value
 
     def __getbuffer__(self, Py_buffer *view, int flags):
@@ -825,7 +825,7 @@ cdef int64_t left_of(File file, Turn *turn) except -1:
 
 cdef bytes next_bytes(File file, Turn *turn, Py_ssize_t nbytes):
     """Read up to `nbytes` bytes at the position."""
-    cdef _NewBytes fresh = _NewBytes.__new__(_NewBytes)
+    cdef _WritableBytes fresh = _WritableBytes.__new__(_WritableBytes)
     cdef Py_ssize_t count
     fresh.value = PyBytes_FromStringAndSize(NULL, nbytes)
     count = transfer(file, turn, fresh, PyBytes_AS_STRING(fresh.value), nbytes)

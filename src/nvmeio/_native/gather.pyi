@@ -15,7 +15,7 @@ class GatherError(OSError):
         failures: tuple[tuple[int, int], ...] = (),
     ) -> None: ...
 
-class Deferred:
+class LateResult:
     make: Callable[[], Any]
     def __init__(self, make: Callable[[], Any]) -> None: ...
 

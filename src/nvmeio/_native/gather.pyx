@@ -95,7 +95,7 @@ class GatherError(OSError):
         self.index = failures[0][0] if failures else -1
 
 
-class Deferred:
+class LateResult:
     """A function that makes the result of a gather once all records have landed."""
 
     __slots__ = ("make",)
@@ -256,12 +256,12 @@ cdef class GatherRequest(Request):
             self.buffer.land()
             return error
         error = Request.settle(self, error)
-        if error is None and type(self.value) is Deferred:
+        if error is None and type(self.value) is LateResult:
             self.value = self.value.make()
         return error
 
     cdef bint lands_by_itself(self) noexcept:
-        return type(self.value) is not Deferred and Request.lands_by_itself(self)
+        return type(self.value) is not LateResult and Request.lands_by_itself(self)
 
     cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"
