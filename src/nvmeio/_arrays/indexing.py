@@ -17,8 +17,10 @@ from nvmeio._arguments.checks import exact_array, has_integers
 from nvmeio._memory.registry import library_of
 
 __all__ = [
+    "Axis",
     "Positions",
     "Selection",
+    "in_runs",
     "last_of_each",
     "positions",
     "select",
@@ -164,7 +166,7 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
     if not omitted:
         walk.take(Ellipsis, len(shape) - used)
     parts = walk.parts()
-    return _in_runs(parts, walk.base, scalar=not (omitted or parts))
+    return in_runs(parts, walk.base, scalar=not (omitted or parts))
 
 
 def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
@@ -339,7 +341,9 @@ class _Walk:
         return found * self._strides[axis]
 
 
-def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selection:
+def in_runs(
+    parts: Sequence[Axis | Points], base: int, *, scalar: bool = False
+) -> Selection:
     """Merge the innermost axes into runs, as far as their elements are neighbours."""
     shape: tuple[int, ...] = ()
     for part in parts:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nvmeio._arrays.indexing import Axis, in_runs
 from nvmeio.safetensors._dtypes import torch_module
 from nvmeio.safetensors._errors import SafetensorError
 
@@ -154,7 +155,7 @@ def _plan_of(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> Plan:
     if backward is not None:
         raise SafetensorError(f"slice {backward.text} starts after its end")
     base = 0
-    stride = bits
+    stride = 1
     result: list[int] = []
     taken: list[tuple[int, int]] = []
     for dim in reversed(range(len(shape))):
@@ -205,18 +206,12 @@ def _places(start: int, stop: int, step: int, cut: bool) -> list[int]:
 def _runs_of(
     base: int, taken: list[tuple[int, int]], bits: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the runs of a strided block, given in bits, the last dimension first."""
-    if any(count == 0 for count, _ in taken):
+    """Return the runs of a strided block, given in elements, the last dimension first."""
+    found = in_runs([Axis(count, stride) for count, stride in reversed(taken)], base)
+    if found.run == 0:
         return np.empty(0, np.int64), 0
-    run = bits
-    axes = [(count, stride) for count, stride in taken if count > 1]
-    while axes and axes[0][1] == run:
-        run *= axes.pop(0)[0]
-    offsets = np.array([base // 8], np.int64)
-    for count, stride in reversed(axes):
-        steps = np.arange(count, dtype=np.int64) * (stride // 8)
-        offsets = (offsets[:, None] + steps).ravel()
-    return offsets, run // 8
+    starts = found.starts()
+    return starts * bits // 8, found.run * bits // 8 if starts.size else 0
 
 
 def _merged(offsets: NDArray[np.int64], run: int) -> tuple[NDArray[np.int64], int]:
@@ -244,12 +239,8 @@ def _plan_by_torch(index: Any, shape: tuple[int, ...], bits: int) -> Plan:
         part = None
     if part is None or not _share_memory(part, whole):
         return _plan_by_copy(torch, index, shape, bits)
-    taken = [
-        (extent, stride * bits)
-        for extent, stride in zip(part.shape, part.stride(), strict=True)
-    ]
-    runs = _runs_of(part.storage_offset() * bits, taken[::-1], bits)
-    return Plan(tuple(part.shape), *runs)
+    taken = list(zip(part.shape, part.stride(), strict=True))
+    return Plan(tuple(part.shape), *_runs_of(part.storage_offset(), taken[::-1], bits))
 
 
 def _share_memory(one: Any, other: Any) -> bool:
