@@ -54,9 +54,10 @@ def create_file(
                 os.unlink(path)
             elif before is not None:
                 # On a full drive, writing zeros to a hole may fail; it reads as zeros.
-                with best_effort():
-                    os.pwrite(made.number, old, 0)
-                os.ftruncate(made.number, before)
+                with locked_header(made.number, fcntl.F_WRLCK):
+                    with best_effort():
+                        os.pwrite(made.number, old, 0)
+                    os.ftruncate(made.number, before)
             raise
 
 
