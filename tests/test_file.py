@@ -23,6 +23,7 @@ from helpers import (
     BLOCK,
     PAGE,
     SLOW,
+    cool,
     descriptors_below,
     left_open,
     pattern,
@@ -173,6 +174,7 @@ class TestProperties:
 
     def test_direct_decides_the_route(self, handle, path):
         path.write_bytes(bytes(BLOCK))
+        cool(path)
         memory = nvmeio.empty(BLOCK, np.uint8)
         with nvmeio.File(path) as file, nvmeio.File(path, direct=False) as buffered:
             handle.submit_read(memory, file).wait()

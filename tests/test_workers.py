@@ -20,6 +20,7 @@ from helpers import (
     MIB,
     PAGE,
     Guarded,
+    cool,
     edge_sizes,
     expected_routes,
     pattern,
@@ -45,6 +46,7 @@ def test_written_bytes_are_read_back(handle, path, alignment, size_of, transfer)
     source, target = Guarded(expected, pool=True), Guarded(len(expected), pool=True)
     transfer(handle, "write", source.array, path)
     assert path.read_bytes() == source.content() == expected
+    cool(path)
     transfer(handle, "read", target.array, path)
     assert target.content() == expected
     assert routes(handle) == expected_routes(

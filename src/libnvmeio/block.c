@@ -45,18 +45,38 @@ bool nvmeio_block_claim(struct nvmeio_block *block)
     return claim(block, block->fd == block->request->file->direct_fd);
 }
 
+/* Read a block from the page cache if that has all of it. A bounce is not needed then.
+ */
+static void prefer_page_cache(struct nvmeio_block *block)
+{
+    struct nvmeio_piece *piece = &block->piece;
+    int64_t offset = piece->io_offset + (int64_t)piece->skip;
+
+    if (nvmeio_file_is_cached(block->request->file, offset, piece->wanted) != 1)
+        return;
+    piece->route = NVMEIO_ROUTE_BUFFERED;
+    piece->io_offset = offset;
+    piece->io_bytes = piece->wanted;
+    piece->skip = 0;
+}
+
 void nvmeio_block_prepare(struct nvmeio_block *block)
 {
     const struct nvmeio_request *request = block->request;
     struct nvmeio_file *file = request->file;
     const struct nvmeio_piece *piece = &block->piece;
 
+    if (request->warm && piece->route != NVMEIO_ROUTE_BUFFERED)
+        prefer_page_cache(block);
     /* nvmeio_file_fd() rarely has to open anything: the plan usually did. */
     block->fd = is_direct(block)               ? file->direct_fd
                 : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
                                                : nvmeio_file_fd(file);
     block->result = block->fd;
-    block->address = block->bounce ? block->bounce : block->memory;
+    block->address =
+        block->bounce && (piece->route == NVMEIO_ROUTE_BOUNCE || !block->memory)
+            ? block->bounce
+            : block->memory;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
     block->aside = file->aside;

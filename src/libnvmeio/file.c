@@ -16,12 +16,14 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
+#include <sys/uio.h>
 #include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "fork.h"
 #include "inode.h"
+#include "waiter.h"
 
 /* Linux 6.1, statx(2). Older headers lack these two fields, so they are read by their
  * offset in the structure, which is part of the kernel's ABI. */
@@ -43,6 +45,15 @@ struct cachestat_range {
 struct cachestat_result {
     uint64_t pages, dirty, writeback, evicted, recently_evicted;
 };
+
+/* One sample per this many bytes tells whether the page cache has a range. */
+#define WARMTH_BYTES ((size_t)1 << 20)
+#define WARMTH_SAMPLES 16u
+
+/* For so long after a byte was missing, no other one is tried. */
+#define COLD_NS 100000000
+/* No drive answers in that time. */
+#define TRIED_NS 10000
 
 #define COMPARE_BYTES (256u << 10)
 
@@ -655,16 +666,72 @@ int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size)
     return (int64_t)found.pages;
 }
 
-bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size)
+int nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size)
 {
     int64_t page_bytes = sysconf(_SC_PAGESIZE);
     int64_t first = offset / page_bytes;
     int64_t last = (offset + (int64_t)size - 1) / page_bytes;
 
-    return file->local && file->device_bytes < 0 && !file->in_memory &&
-           !file->demanded &&
-           nvmeio_cached_pages(nvmeio_file_any_fd(file), offset, size) ==
-               last - first + 1;
+    if (!file->local || file->device_bytes >= 0 || file->in_memory || file->demanded)
+        return 0;
+    int64_t pages = nvmeio_cached_pages(nvmeio_file_any_fd(file), offset, size);
+    return pages < 0 ? (int)pages : pages == last - first + 1;
+}
+
+bool nvmeio_file_has_byte(struct nvmeio_file *file, int64_t offset)
+{
+    bool was_open = atomic_load_explicit(&file->fd, memory_order_acquire) >= 0;
+    int64_t begin_ns = nvmeio_now_ns();
+    char byte;
+    struct iovec place = {&byte, 1};
+
+    if (begin_ns < atomic_load_explicit(&file->cold_until_ns, memory_order_relaxed) ||
+        !nvmeio_file_try_buffered(file))
+        return false;
+    int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
+    /* Otherwise the kernel would read ahead. */
+    if (!was_open)
+        (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+    begin_ns = nvmeio_now_ns();
+    ssize_t count = preadv2(fd, &place, 1, offset, RWF_NOWAIT);
+    int64_t end_ns = nvmeio_now_ns();
+    /* A virtual drive may have read the page before the call returns. */
+    if (count == 1 && end_ns - begin_ns < TRIED_NS)
+        return true;
+    atomic_store_explicit(&file->cold_until_ns, end_ns + COLD_NS, memory_order_relaxed);
+    return false;
+}
+
+/* The same as nvmeio_file_warmth(), if the kernel does not say what is cached. */
+static enum nvmeio_warmth guess_warmth(struct nvmeio_file *file, int64_t offset,
+                                       size_t step, size_t samples)
+{
+    for (size_t i = 0; i < samples; i++)
+        if (!nvmeio_file_has_byte(file, offset + (int64_t)(i * step + step / 2)))
+            return NVMEIO_COLD;
+    return NVMEIO_HOT;
+}
+
+enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
+                                      size_t size)
+{
+    size_t samples = size / WARMTH_BYTES + 1, cached = 0;
+
+    if (samples > WARMTH_SAMPLES)
+        samples = WARMTH_SAMPLES;
+    size_t step = size / samples;
+    for (size_t i = 0; i < samples; i++) {
+        /* A small range is looked up whole, of a large one a byte in the middle of each
+         * part. */
+        int64_t at = offset + (int64_t)(samples > 1 ? i * step + step / 2 : 0);
+        int found = nvmeio_file_is_cached(file, at, samples > 1 ? 1 : size);
+        if (found < 0)
+            return guess_warmth(file, offset, step, samples);
+        cached += (size_t)found;
+    }
+    if (cached == 0 || !nvmeio_file_try_buffered(file))
+        return NVMEIO_COLD;
+    return cached == samples ? NVMEIO_HOT : NVMEIO_WARM;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)

@@ -44,6 +44,9 @@ struct nvmeio_file {
     /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
     _Atomic int64_t bytes_max;
 
+    /* nvmeio_file_has_byte() says no until then. Relaxed, too. */
+    _Atomic int64_t cold_until_ns;
+
     /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
      * O_DIRECT had to be given up. From then on the file uses the page cache. Relaxed:
      * it is only a hint. */
@@ -64,11 +67,29 @@ static inline int nvmeio_file_need_buffered(struct nvmeio_file *file)
     return fd < 0 ? fd : 0;
 }
 
-/* Whether the page cache holds all of a non-empty range, and may serve it. It may serve
- * regular files on local file systems, because it shows every write to them. It may be
- * out of date for files whose bytes come from elsewhere (FUSE, NFS), and for a disk
- * whose partitions are written to. */
-bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size);
+/* Whether the page cache holds all of a non-empty range, and may serve it: 1 or 0, or
+ * -errno if the kernel does not say (cachestat(2) is not there before Linux 6.5, and
+ * refused to who may not write the file). It may serve regular files on local file
+ * systems, because it shows every write to them. It may be out of date for files whose
+ * bytes come from elsewhere (FUSE, NFS), and for a disk whose partitions are written
+ * to. */
+int nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size);
+
+/* Find out by reading whether it holds one byte. If not, the kernel reads its page, so
+ * nothing is tried again for a while. */
+bool nvmeio_file_has_byte(struct nvmeio_file *file, int64_t offset);
+
+/* How much of a range the page cache seems to have, and may serve. */
+enum nvmeio_warmth {
+    NVMEIO_COLD,
+    NVMEIO_WARM, /* a part */
+    NVMEIO_HOT,  /* all, or nearly */
+};
+
+/* Find that out from up to 16 samples; a range of at most 1 MiB is looked up whole. If
+ * it is not cold, the page cache's descriptor is open. */
+enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
+                                      size_t size);
 
 /* Open the page cache's descriptor, if it is not open yet, without ever giving up
  * O_DIRECT for it. Returns whether it is open. */

@@ -105,6 +105,24 @@ static bool next_extent(struct nvmeio_request *request)
     return nvmeio_records_next(gathering->records, &limits, &request->extent);
 }
 
+static void mark_cached(struct nvmeio_records *records,
+                        const struct nvmeio_extent *extent, bool cached)
+{
+    for (size_t i = 0; i < extent->count; i++)
+        records->list[extent->first + i].cached = cached;
+}
+
+/* If the kernel does not say what is cached: whether all of a few samples are. */
+static bool seems_cached(struct nvmeio_request *request, size_t step)
+{
+    const struct nvmeio_records *records = request->gathering->records;
+
+    for (size_t i = 0; i < records->count; i += step)
+        if (!nvmeio_file_has_byte(request->file, records->list[i].offset))
+            return false;
+    return true;
+}
+
 /* Mark the extents that the page cache has whole, so that they are read from there. If
  * it has none of a few samples, the others are not looked up, so that a cold gather
  * takes no longer. */
@@ -112,19 +130,21 @@ static void find_cached(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->gathering->records;
     struct nvmeio_file *file = request->file;
+    const struct nvmeio_extent all = {.count = records->count};
     size_t step = records->count / CACHED_SAMPLES + 1;
-    bool found = false;
+    int found = 0;
 
-    for (size_t i = 0; i < records->count && !found; i += step)
+    for (size_t i = 0; i < records->count && found == 0; i += step)
         found =
             nvmeio_file_is_cached(file, records->list[i].offset, records->list[i].size);
-    if (!found || !nvmeio_file_try_buffered(file))
+    if (found < 0)
+        mark_cached(records, &all, seems_cached(request, step));
+    if (found <= 0 || !nvmeio_file_try_buffered(file))
         return;
     while (next_extent(request)) {
         const struct nvmeio_extent *extent = &request->extent;
-        bool cached = nvmeio_file_is_cached(file, extent->offset, extent->size);
-        for (size_t i = 0; i < extent->count; i++)
-            records->list[extent->first + i].cached = cached;
+        mark_cached(records, extent,
+                    nvmeio_file_is_cached(file, extent->offset, extent->size) == 1);
     }
     records->next = 0;
 }

@@ -121,6 +121,7 @@ struct nvmeio_request {
     struct nvmeio_plan plan;
     unsigned span;
     size_t position;
+    bool warm;      /* blocks may be in the page cache, which is looked up for each */
     bool barrier;   /* the next block waits until nothing is in flight */
     bool searching; /* next() is looking for the next span, and lets others go on */
 

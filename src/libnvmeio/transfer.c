@@ -108,7 +108,7 @@ static void transfer_load(const struct nvmeio_block *block)
 
 static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
 {
-    if (block->bounce)
+    if (block->piece.route == NVMEIO_ROUTE_BOUNCE)
         nvmeio_copy_cold(block->memory, (char *)block->bounce + block->piece.skip,
                          landed);
 }
@@ -140,8 +140,17 @@ static void fail_without_page_cache(struct nvmeio_request *request)
 
 void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size)
 {
+    struct nvmeio_geometry geometry = request->geometry;
+
     look_at_file(request, file_size);
-    nvmeio_plan_make(&request->plan, &request->geometry, request->op,
+    if (request->op == NVMEIO_OP_READ && geometry.direct && !request->failed &&
+        request->size > 0) {
+        enum nvmeio_warmth warmth =
+            nvmeio_file_warmth(request->file, request->offset, request->size);
+        request->warm = warmth == NVMEIO_WARM;
+        geometry.direct = warmth != NVMEIO_HOT;
+    }
+    nvmeio_plan_make(&request->plan, &geometry, request->op,
                      (uintptr_t)request->address, request->size, request->offset);
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
         nvmeio_request_has_small_pages(request, request->address, request->size))

@@ -264,8 +264,11 @@ static int push_taken(struct nvmeio_worker *worker)
         worker->taken = block->next;
         /* Only once: the rest of a short transfer may have been parked. */
         bool first = !block->prepared;
-        if (first)
+        if (first) {
+            worker->bytes -= block->piece.io_bytes;
             nvmeio_block_prepare(block);
+            worker->bytes += block->piece.io_bytes;
+        }
         block->prepared = true;
         bool copied = first && block->bounce && block->op == NVMEIO_OP_WRITE;
         bool alone = (copied && block->bytes >= COPIED_ALONE_BYTES) ||

@@ -649,6 +649,7 @@ static void test_a_fault_in_a_worker_calls_the_handler(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     int status;
+    cool(path);
     pid_t child = fork();
     if (child == 0) {
         FILE *mapped = tmpfile();

@@ -122,6 +122,7 @@ static void move(struct nvmeio_handle *handle, const char *path, char *memory,
     CHECK(write_at(handle, file, memory, size, 0).result == (int64_t)size);
     CHECK(file_holds(path, memory, size, 0));
     memset(memory, 0, size);
+    cool(path);
     CHECK(read_at(handle, file, memory, size, 0).result == (int64_t)size);
     CHECK(file_holds(path, memory, size, 0));
     nvmeio_handle_stats(handle, &after);

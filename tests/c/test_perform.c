@@ -115,6 +115,7 @@ static void try_kind(const struct kind *kind, const char *engine, const char *pa
     config.block_bytes = kind->block_bytes;
     struct nvmeio_handle *handle = open_handle(&config);
     fill(t.address, t.size, (uint64_t)t.offset, 8);
+    cool(path);
     calls_here = 0;
     CHECK(nvmeio_perform(handle, &t, &outcome) == taken);
     CHECK(calls_here == taken);

@@ -175,6 +175,7 @@ static void check_route(const struct route_case *c, const char *engine,
             struct nvmeio_transfer t =
                 transfer_of(op ? NVMEIO_OP_WRITE : NVMEIO_OP_READ, file, memory.address,
                             c->size, c->offset);
+            cool(path);
             CHECK(carry_out_by(perform, handle, &t).result == (int64_t)c->size);
             change = difference(handle, &before);
             CHECK(change.requests == 1);

@@ -334,6 +334,16 @@ static inline void make_file(const char *path, size_t size, unsigned seed)
     close(fd);
 }
 
+/* Drop the pages of a file from the page cache, so that reads go to the device. */
+static inline void cool(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+
+    CHECK(fd >= 0 && fsync(fd) == 0);
+    CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
+    close(fd);
+}
+
 /* Whether an ordinary read finds `bytes` at `offset`. */
 static inline bool file_holds(const char *path, const char *bytes, size_t size,
                               int64_t offset)
