@@ -47,7 +47,7 @@ def load(path: Path) -> npt.NDArray[Any]:
 
     Notes
     -----
-    Reads from the drive each time: ``numpy.load`` is faster if the page cache has the file.
+    What the page cache does not have is read past it, and does not fill it.
     Releases the GIL while it waits.  Uses ``default_handle()``.
 
     Examples
