@@ -63,8 +63,9 @@ def _ready(opened: AbstractContextManager[V]) -> InThread[tuple[Handle, V]]:
 def _with_handle(opened: AbstractContextManager[V]) -> Iterator[tuple[Handle, V]]:
     handle = default_handle()
     with opened as found:
+        file: Any = found[0] if isinstance(found, tuple) else found
         # Unaligned transfers need the second descriptor.
-        handle._open(found[0] if isinstance(found, tuple) else found)
+        handle._open(file)
         yield handle, found
 
 

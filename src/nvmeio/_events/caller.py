@@ -132,7 +132,7 @@ class Caller:
                 if idle and not self._requests:
                     self._thread = self._eventfd = None
                     return
-                waits_ms = None if self._requests else IDLE_MS
+                waits_ms: float | None = None if self._requests else IDLE_MS
             if not signalled:
                 # The system has no eventfd or memory left: look again and again.
                 waits_ms = 1000 * next(pauses) if waits_ms is None else 1000 * SLICE_S

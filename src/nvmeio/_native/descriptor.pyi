@@ -1,5 +1,8 @@
 from types import TracebackType
 
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Descriptor:
     @property
     def number(self) -> int: ...

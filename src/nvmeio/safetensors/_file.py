@@ -28,7 +28,7 @@ class ModelFile:
 
     def __init__(self, filename: str | os.PathLike[str], direct: Direct = "auto") -> None:
         direct = cast("Direct", direct_choice("direct", direct))
-        self.path = path_of(filename)
+        self.path = cast("str", path_of(filename))
         self.file = File(self.path, direct=False)
         try:
             self.before = os.fstat(self.file.fileno())

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ def saving(
     )
     contents = {source.name: source.contents for source in sources}
     total = layout.data_start + layout.data_bytes
-    path = path_of(filename)
+    path = cast("str", path_of(filename))
     parts = parts_of(header, [contents[t.name] for t in layout.tensors if t.end > t.begin])
     follow = not _replaces_links.get()
     with naming(path):
