@@ -254,30 +254,40 @@ class Sweep:
         # The next event of this frame notes the signal.
         return self.note
 
-    def run(self, call, target=None):
-        """Call a function, interrupted at a place; return whether that was raised."""
-        self.seen, self.target = [], target
+    def run(self, call, target=None, again=0):
+        """Call a function, interrupted at a place; return whether that was raised.
+
+        With `again`, interrupt it once more, so many places later: in what cleans up.
+        """
+        self.seen, self.target, self.again = [], target, again
         before = signal.signal(signal.SIGINT, self.strike)
-        sys.settrace(self.trace)
+        came = False
         try:
-            call()
-            came = False
+            try:
+                sys.settrace(self.trace)
+                call()
+            finally:
+                # The last one may come here.
+                sys.settrace(None)
         except KeyboardInterrupt:
             came = True
-        finally:
-            sys.settrace(None)
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
         return came
 
-    @staticmethod
-    def strike(*_):
-        # Once: the trace function would note it again.
-        sys.settrace(None)
+    def strike(self, _, frame):
+        # The trace function would note it again.
+        while frame is not None:
+            if frame.f_trace is self.note:
+                frame.f_trace = self.step if self.again else None
+            frame = frame.f_back
+        if not self.again:
+            sys.settrace(None)
+        self.target, self.again = len(self.seen) + self.again - 1, 0
         raise KeyboardInterrupt
 
     def place(self):
         """Return the function and the line that were interrupted."""
-        code, offset = self.seen[self.target]
+        code, offset = self.seen[min(self.target, len(self.seen) - 1)]
         lines = [line for begin, end, line in code.co_lines() if begin <= offset < end]
         return f"{os.path.basename(code.co_filename)}:{code.co_name}", lines[0]
 
@@ -437,8 +447,10 @@ def interrupt_everywhere(folder):
         targets = sweep.targets(call)
         before, names = settled(Counter()), {*os.listdir(folder), "new"}
         came, bad = 0, {}
-        for target in targets:
-            came += sweep.run(call, target)
+        # Every third also a second time, 1 to 6 places later.
+        twice = [(target, 1 + index % 6) for index, target in enumerate(targets[::3])]
+        for target, again in [*((target, 0) for target in targets), *twice]:
+            came += sweep.run(call, target, again)
             left = left_of(ground, names)
             after = open_now() - before and settled(before)
             if after:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from nvmeio._files.descriptors import FOLDER, best_effort, opened
 from nvmeio._files.paths import resolved
+from nvmeio._native.descriptor import TemporaryName
 
 __all__ = ["become_like", "is_replaceable", "link", "replacement"]
 
@@ -59,14 +60,11 @@ def replacement(target: str) -> Iterator[str]:
     """
     # Not derived from the target's name, which may be too long for a suffix.
     name = f".nvmeio-{os.urandom(8).hex()}.tmp"
-    temporary = os.path.join(os.path.dirname(target), name)
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    temporary = TemporaryName(os.path.join(os.path.dirname(target), name))
+    with temporary as path:
+        yield path
+        os.replace(path, target)
+        temporary.keep()
 
 
 def become_like(descriptor: int, target: str) -> None:

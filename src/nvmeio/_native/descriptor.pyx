@@ -1,7 +1,8 @@
-"""File descriptors that are closed with their objects.
+"""File descriptors and temporary names that end with their objects.
 
 Python runs signal handlers between its instructions, so one may raise after os.open() and
-before the number is in a variable.  A Descriptor has its number before Python code goes on.
+before the number is in a variable, or in a ``finally`` that cleans up after another.  A
+Descriptor has its number before Python code goes on.
 """
 
 import os
@@ -12,6 +13,7 @@ from libc.errno cimport EINTR
 from libc.errno cimport errno as c_errno
 from posix.fcntl cimport O_CLOEXEC
 from posix.unistd cimport close as c_close
+from posix.unistd cimport getpid, unlink
 
 from nvmeio._arguments.checks import encoded
 
@@ -61,6 +63,42 @@ cdef class Descriptor:
 
     def __exit__(self, *exc_info):
         self.close_number()
+
+
+@cython.final
+cdef class TemporaryName:
+    """The name of a temporary file, which is removed with its object unless kept."""
+
+    cdef object path
+    cdef bytes name      # None once it is removed or kept
+    cdef int process     # a forked child must not remove it
+
+    def __init__(self, path):
+        self.name = encoded(path)
+        self.path = path
+        self.process = getpid()
+
+    def __dealloc__(self):
+        self.remove()
+
+    cdef int remove(self) noexcept:
+        cdef const char *c_name
+        name, self.name = self.name, None
+        if name is not None and self.process == getpid():
+            c_name = name
+            with nogil:
+                unlink(c_name)
+        return 0
+
+    def keep(self):
+        """Leave the name: the file is complete, or has another."""
+        self.name = None
+
+    def __enter__(self):
+        return self.path
+
+    def __exit__(self, *exc_info):
+        self.remove()
 
 
 def opened(path, flags, mode=0o666):
