@@ -32,7 +32,7 @@ struct nvmeio_transfer {
     int64_t offset;
     bool data_only; /* of an fsync: only the data and what is needed to read them, as
                      * fdatasync(2) */
-    bool cached;    /* nvmeio_perform() only if the page cache has all of a read */
+    bool buffered;  /* nvmeio_perform() only if it goes through the page cache */
     void *user;     /* returned by nvmeio_handle_pop(); NULL: not reported there */
     struct nvmeio_after after;
 };

@@ -495,19 +495,15 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         transfer->size > handle->owner.block_bytes ||
         transfer->size > PERFORM_BYTES_MAX)
         return error;
-    if (transfer->cached &&
-        (!nvmeio_file_is_cached(transfer->file, transfer->offset, transfer->size) ||
-         !nvmeio_file_try_buffered(transfer->file)))
-        return 0;
     /* The request is on this thread's stack, and the queue points to it. So
      * pthread_cancel(3) must not end the thread now. */
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     nvmeio_handle_ensure_own(handle);
     nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
     request.user = NULL;
-    request.geometry.direct &= !transfer->cached;
     prepare(&request, &at_once);
     if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0 ||
+        (transfer->buffered && request.plan.spans[0].route != NVMEIO_ROUTE_BUFFERED) ||
         !claim_at_once(&request, &block))
         goto unsuited;
     /* No other thread has the request, so the queue's reference is never the last. */

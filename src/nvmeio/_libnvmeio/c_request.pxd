@@ -23,7 +23,7 @@ cdef extern from "nvmeio/request.h" nogil:
         size_t size
         int64_t offset
         bint data_only
-        bint cached
+        bint buffered
         void *user
         nvmeio_after after
 

@@ -207,7 +207,7 @@ cdef class GatherRequest(Request):
         if c_gather.gather_check(&gather, &offender) < 0:
             return False
         fill_transfer(self, &transfer)
-        transfer.cached = True
+        transfer.buffered = True
         transfer.offset = gather.offsets[0]
         if gather.places != NULL:
             transfer.address = <char *> gather.address + gather.places[0]

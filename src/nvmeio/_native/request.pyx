@@ -797,7 +797,7 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     transfer.size = request.nbytes
     transfer.offset = request.offset
     transfer.data_only = request.data_only
-    transfer.cached = False
+    transfer.buffered = False
     transfer.user = <void *> request
     transfer.after.count = 0
     return 0
