@@ -181,7 +181,9 @@ class Completions(Generic[R]):
                 self._take(found)
             return found
         except BaseException:
-            self._give_back(found)
+            # Not in a function, at whose beginning a second Ctrl-C may come.
+            if found is not None:
+                self._left[found], self._anew = None, True
             raise
 
     def __aiter__(self) -> AsyncIterator[R]:
@@ -208,7 +210,8 @@ class Completions(Generic[R]):
                 self._take(found)
             return found
         except BaseException:
-            self._give_back(found)
+            if found is not None:
+                self._left[found], self._anew = None, True
             raise
 
     def __del__(self) -> None:
@@ -244,12 +247,6 @@ class Completions(Generic[R]):
             self._listener.done.popleft()
         if not self._left:
             self._close()
-
-    def _give_back(self, found: R | None) -> None:
-        """After an exception, have a request that was taken yielded the next time."""
-        if found is not None:
-            self._left[found] = None
-            self._anew = True
 
     def _over(self) -> TimeoutError:
         """End the iteration, and return the TimeoutError to raise."""

@@ -341,6 +341,23 @@ def iterate(ground):
         request.wait()
 
 
+def iterate_again(ground):
+    """Go on after an interruption; no request is missed, and none comes twice."""
+    requests, seen, interruption = ground.requests(), [], None
+    completions = nvmeio.as_completed(requests)
+    while interruption is None or len(seen) < len(requests):
+        try:
+            for request in completions:
+                seen.append(request)
+            break
+        except KeyboardInterrupt as error:
+            interruption = error
+    assert len(seen) == len(requests)
+    assert {*seen} == {*requests}
+    if interruption is not None:
+        raise interruption
+
+
 def many(ground, call):
     call([(bytearray(100), ground.path("data"), 100 * n) for n in range(3)])
 
@@ -389,6 +406,7 @@ SWEPT = {
     "submit": lambda g: g.handle.submit_write(g.memory, g.path("new")).wait(),
     "wait": lambda g: nvmeio.wait(g.requests()),
     "as_completed": iterate,
+    "as_completed, again": iterate_again,
     "callback": call_back,
     "read_many": lambda g: many(g, g.handle.read_many),
     "write_many": lambda g: many(
