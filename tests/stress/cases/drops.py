@@ -98,14 +98,18 @@ class Case:
         # Separate random numbers for steps that depend on timing, so that these do not
         # change the others.
         self.more = random.Random(draw.getrandbits(64))
+        # What the page cache has would be there at once.
+        with nvmeio.File(path) as file:
+            direct = file.direct
         self.handle = nvmeio.Handle(
+            direct=direct,
             block_size=draw.choice((PAGE, 16384, 1 << 20)),
             queue_depth=draw.choice((1, 4, 32)),
             engine=engine,
             workers=draw.choice((1, 1, 2)),
             bounce=draw.choice(("auto", "never", "always")),
         )
-        self.source = nvmeio.File(path)
+        self.source = nvmeio.File(path, direct=direct)
         self.target = nvmeio.File(f"{path}-target", "r+")
         # References by name, which are dropped one by one.
         self.held = {}
