@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from helpers import Guarded, pattern
+from helpers import Guarded, cool, pattern
 
 # PF_EXITING, of a thread that is ending (include/linux/sched.h, proc(5)).
 PF_EXITING = 0x4
@@ -39,11 +39,14 @@ def errors_of(function, *args):
 
 
 def make_file(path, size, seed=0):
-    """Write a file of random bytes without nvmeio, and return its bytes."""
+    """Write a file of random bytes without nvmeio, and return its bytes.
+
+    Reads then go to the drive, because the page cache does not have it.
+    """
     data = pattern(size, seed)
     with open(path, "wb") as file:
         file.write(data)
-        os.fsync(file.fileno())
+    cool(path)
     return data
 
 

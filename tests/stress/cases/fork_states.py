@@ -33,7 +33,8 @@ class Scene:
         self.faults = Faults(control)
         self.engine = engine
         self.data = make_file(self.path, SIZE, draw.randrange(99))
-        self.file = nvmeio.File(self.path)
+        # What the page cache has would not wait for the drive.
+        self.file = nvmeio.File(self.path, direct=True)
         self.old = []
         self.handle = nvmeio.Handle(
             block_size=65536,
