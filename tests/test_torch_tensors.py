@@ -388,6 +388,34 @@ def test_memory_lives_until_the_request_releases_it(
     assert alive() is None
 
 
+class Asked(torch.Tensor):
+    """A subclass that refuses every call of a method."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called")
+
+
+ASKING = {
+    "write": lambda handle, path, tensor: handle.submit_write(tensor, path).wait(),
+    "read": lambda handle, path, tensor: handle.submit_read(tensor, path).wait(),
+    "many": lambda handle, path, tensor: handle.read_many([(tensor, path, 0)]),
+    "gather": lambda handle, path, tensor: handle.gather(path, [0], 64, tensor),
+    "scatter": lambda handle, path, tensor: handle.scatter(path, [0], 64, tensor),
+}
+
+
+@pytest.mark.parametrize("call", ASKING.values(), ids=ASKING)
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_a_transfer_calls_no_method_of_a_subclass(tmp_path, call, strided):
+    (tmp_path / "data").write_bytes(bytes(range(64)))
+    memory = torch.zeros(8, 16, dtype=torch.uint8)
+    plain = memory[:, ::2] if strided else memory[:4]
+    with nvmeio.Handle() as handle:
+        call(handle, tmp_path / "data", plain.as_subclass(Asked))
+    assert plain.numpy().tobytes() == (tmp_path / "data").read_bytes()
+
+
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_a_read_fills_the_memory_at_submission(handle, path, strided):

@@ -42,6 +42,9 @@ class TensorLibrary(Protocol):
 
     def export(self, tensor: Any, writable: bool) -> Export:
         """Export the memory of a tensor, or a copy; raise if it has none."""
+    # The types of tensors whose methods run no code of others.
+    PLAIN_TYPES: tuple[type, ...]
+
 
     def touch(self, tensor: Any) -> None:
         """Record that a tensor's values changed."""

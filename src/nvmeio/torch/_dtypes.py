@@ -59,8 +59,9 @@ def to_carrier(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
         reverse = min(values.strides, default=0) < 0
         if reverse or not (values.dtype.isnative and values.flags.writeable):
             values = values.astype(values.dtype.newbyteorder("="), order="C")
-    tensor = torch.as_tensor(values).detach().to("cpu", dtype)
-    tensor = tensor.resolve_conj().resolve_neg()
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = torch.as_tensor(values).detach().to("cpu", dtype)
+        tensor = tensor.resolve_conj().resolve_neg()
     array: npt.NDArray[Any]
     if dtype in _COMMON:
         array = tensor.numpy()

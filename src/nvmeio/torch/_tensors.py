@@ -19,6 +19,7 @@ from nvmeio.torch._pool import announce, tensor_in
 from nvmeio.torch._staging import DeviceStaging
 
 __all__ = [
+    "PLAIN_TYPES",
     "announce",
     "byte_view",
     "carrier",
@@ -34,6 +35,10 @@ __all__ = [
     "to_tensor",
     "touch",
 ]
+
+
+# torch calls no __torch_function__() for these.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def export(tensor: torch.Tensor, writable: bool) -> Export:
@@ -200,7 +205,8 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
     """Make a tensor of the same shape and dtype in host memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    with plain_mode(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
