@@ -245,7 +245,6 @@ class TestWarnings:
         gc.collect()
         assert len(unseen(recwarn)) == 1
 
-
     @pytest.mark.filterwarnings("error::RuntimeWarning")
     def test_a_warning_that_is_an_error_leaks_no_memory(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

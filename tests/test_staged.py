@@ -545,7 +545,9 @@ class TestOtherThreads:
         end.set()
         waiting.join()
 
-    def test_cancel_and_other_requests_do_not_wait_for_a_copy(self, handle, tmp_path, copying):
+    def test_cancel_and_other_requests_do_not_wait_for_a_copy(
+        self, handle, tmp_path, copying
+    ):
         request, end = copying
         assert returned_by(handle.write, b"123", tmp_path / "other") == 3
         assert returned_by(request.cancel) is True
@@ -659,8 +661,8 @@ class TestTorch:
         class RemoteLibrary:
             def export(self, remote, writable):
                 stage = DeviceStaging(remote.tensor, writable, piece_bytes=PIECE, slots=2)
-                nbytes = remote.tensor.nbytes
-                return Export(0, nbytes, 0, stage, lambda _: stage.finish(), stage)
+                nbytes, landing = remote.tensor.nbytes, lambda _: stage.finish()
+                return Export(0, nbytes, 0, stage, landing, stage, stage.storage)
 
         library = RemoteLibrary()
         register(Remote, library)
@@ -680,6 +682,19 @@ class TestTorch:
         assert handle.submit_read(on_device(target), path, 3).wait() == 120_000
         assert target.equal(source)
         assert routes(handle).total() == 240_000
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_memory_that_is_freed_under_a_read_is_an_error(
+        self, tmp_path, torch, on_device, transposed
+    ):
+        (tmp_path / "data").write_bytes(bytes(120_000))
+        memory = torch.zeros(300, 100, dtype=torch.int32)
+        with nvmeio.Handle() as handle:
+            target = memory.t() if transposed else memory
+            request = handle.submit_read(on_device(target), tmp_path / "data")
+            memory.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="freed or moved"):
+                request.wait()
 
     def test_cuda_tensors_are_written_and_read(self, handle, path, torch):
         if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import routes
+from helpers import SLOW, plugged, routes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -414,6 +414,84 @@ def test_a_transfer_calls_no_method_of_a_subclass(tmp_path, call, strided):
     with nvmeio.Handle() as handle:
         call(handle, tmp_path / "data", plain.as_subclass(Asked))
     assert plain.numpy().tobytes() == (tmp_path / "data").read_bytes()
+
+
+def resized_as_out(tensor):
+    torch.add(torch.zeros(1 << 16), 0, out=tensor)
+
+
+FREED = {
+    "resize_": lambda tensor: tensor.resize_(1 << 16),
+    "out": resized_as_out,
+    "storage to nothing": lambda tensor: tensor.untyped_storage().resize_(0),
+    "storage grown": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+    "shared": lambda tensor: tensor.share_memory_(),
+}
+
+# Each starts a request in memory of 4096 bytes; whether it uses the tensor's own.
+USES = {
+    "write": (lambda handle, path, t: handle.submit_write(t, path), True),
+    "read": (lambda handle, path, t: handle.submit_read(t, path), True),
+    "subclass": (
+        lambda handle, path, t: handle.submit_read(t.as_subclass(Tagged), path), True
+    ),
+    "strided read": (lambda handle, path, t: handle.submit_read(t[::2], path), False),
+    "many": (lambda handle, path, t: handle.submit_read_many([(t, path, 0)]), True),
+    "strided many": (
+        lambda handle, path, t: handle.submit_read_many([(t[::2], path, 0)]), False
+    ),
+    "gather": (lambda handle, path, t: handle.submit_gather(path, [0], 64, t), True),
+    "strided gather": (
+        lambda handle, path, t: handle.submit_gather(path, [0], 64, t[::2]), False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("free", FREED.values(), ids=FREED)
+@pytest.mark.parametrize(("submit", "in_place"), USES.values(), ids=USES)
+def test_memory_that_is_freed_under_a_request_is_an_error(
+    tmp_path, recwarn, submit, in_place, free
+):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4096))
+    tensor = torch.ones(1024)
+    with nvmeio.Handle(**SLOW) as handle, plugged(handle, tmp_path):
+        request = submit(handle, path, tensor)
+        free(tensor)
+        if in_place:
+            # Otherwise it would read into memory that is no longer ours.
+            request.cancel()
+    with pytest.raises(RuntimeError, match="freed or moved"):
+        request.wait()
+
+
+KEPT = {
+    "set_": lambda tensor: tensor.set_(),
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros(3)),
+    "made smaller": lambda tensor: tensor.resize_(10),
+    "detached": lambda tensor: tensor.detach_(),
+}
+
+
+@pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize(("submit", "in_place"), USES.values(), ids=USES)
+def test_a_change_that_keeps_the_memory_is_no_error(tmp_path, submit, in_place, change):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4096))
+    tensor = torch.ones(1024)
+    with nvmeio.Handle(**SLOW) as handle, plugged(handle, tmp_path):
+        request = submit(handle, path, tensor)
+        change(tensor)
+    assert request.wait() == request.nbytes
+
+
+def test_a_strided_write_needs_the_memory_only_until_it_is_submitted(tmp_path):
+    tensor = torch.arange(1024)
+    with nvmeio.Handle(**SLOW) as handle, plugged(handle, tmp_path):
+        request = handle.submit_write(tensor[::2], tmp_path / "data")
+        tensor.untyped_storage().resize_(0)
+    assert request.wait() == 4096
+    assert (tmp_path / "data").read_bytes() == np.arange(0, 1024, 2).tobytes()
 
 
 @pytest.mark.usefixtures("route")

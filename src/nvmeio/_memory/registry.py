@@ -35,16 +35,18 @@ class Export:
     # Called with the tensor once a read has filled the memory.
     landing: Callable[[Any], None] | None = None
     stage: object = None  # copies a tensor on a device piece by piece
+    # The tensor's own, with data_ptr(), if the tensor is used until the request is done.
+    storage: Any = None
 
 
 class TensorLibrary(Protocol):
     """The functions of a tensor library; nvmeio.torch._tensors documents them."""
 
-    def export(self, tensor: Any, writable: bool) -> Export:
-        """Export the memory of a tensor, or a copy; raise if it has none."""
     # The types of tensors whose methods run no code of others.
     PLAIN_TYPES: tuple[type, ...]
 
+    def export(self, tensor: Any, writable: bool) -> Export:
+        """Export the memory of a tensor, or a copy; raise if it has none."""
 
     def touch(self, tensor: Any) -> None:
         """Record that a tensor's values changed."""

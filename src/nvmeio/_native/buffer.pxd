@@ -1,3 +1,5 @@
+from libc.stdint cimport uintptr_t
+
 from nvmeio._native cimport dlpack
 
 
@@ -11,7 +13,9 @@ cdef class Buffer:
     cdef Py_buffer view         # the export, if the source has the buffer protocol
     cdef void *pooled           # the address that pool_use() counts, or NULL
     cdef object source          # the caller's object, for landing; None once released
-    cdef object owner           # keeps alive the storage of a tensor, or our staging copy
+    cdef object owner           # keeps alive our staging copy, or memory of a library
+    cdef object storage         # of a tensor whose memory is in use until the end, or None
+    cdef uintptr_t storage_address  # when it was acquired
     cdef object landing         # called with the source after a read, or None
 
     # Return whether the engine uses the caller's own memory, not a staging copy.
@@ -21,6 +25,9 @@ cdef class Buffer:
     cdef tuple memory_in_use(self)
     # After a read: copy the staging into the source, or bump a tensor's version.
     cdef int land(self) except -1
+    # Hold a tensor's storage, and raise later if its memory was freed or moved meanwhile.
+    cdef int watch(self, object storage) except -1
+    cdef int check_storage(self, object error) except -1
     # Tell the pool that no request uses the memory any more.  The memory is still held.
     cdef int disuse(self) noexcept
     # Release the memory.  May be called more than once.

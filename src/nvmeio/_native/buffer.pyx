@@ -74,6 +74,25 @@ cdef class Buffer:
             self.landing = None
         return 0
 
+    cdef int watch(self, object storage) except -1:
+        """Note where the storage of a tensor is; None for other memory."""
+        self.storage = storage
+        self.storage_address = 0 if storage is None else storage.data_ptr()
+        return 0
+
+    cdef int check_storage(self, object error) except -1:
+        """Raise RuntimeError, from an error, if the tensor's memory is no longer there."""
+        if self.storage is None:
+            return 0
+        if <uintptr_t> self.storage.data_ptr() != self.storage_address:
+            raise RuntimeError(
+                "the memory of a tensor was freed or moved while a request used it, so its "
+                "bytes are wrong, and other memory may have been overwritten: do not "
+                "resize the tensor or its storage, pass it as out= for another size, or "
+                "share it with processes before the request is done"
+            ) from error
+        return 0
+
     cdef int disuse(self) noexcept:
         """Tell the pool that the memory is no longer in use; runs no Python."""
         if self.pooled != NULL:
@@ -88,6 +107,7 @@ cdef class Buffer:
         self.landing = None
         self.stage = None
         self.owner = None
+        self.storage = None
         self.source = None
         PyBuffer_Release(&self.view)
         return 0
@@ -96,8 +116,9 @@ cdef class Buffer:
 cdef Buffer acquire(object source, bint writable):
     """Hold the memory of ``source`` until Buffer.release().
 
-    This does not protect against a caller that frees the memory anyway while a request uses
-    it, by ``untyped_storage().resize_(0)`` or ``ndarray.resize(refcheck=False)``.
+    torch has no means to keep the memory of a storage from being freed, for example by
+    ``resize_()``: Buffer.check_storage() detects it afterwards.  Nothing detects
+    ``ndarray.resize(refcheck=False)``.
     """
     cdef Buffer buffer
     if isinstance(source, Buffer):
@@ -334,7 +355,7 @@ cdef bint acquire_tensor(Buffer buffer, object library) except -1:
     if not borrow_tensor(source, &tensor):
         return False
     # Hold the storage, not the tensor, because set_() and `.data =` replace its storage.
-    buffer.owner = source.untyped_storage()
+    buffer.watch(source.untyped_storage())
     buffer.address = <char *> tensor.data + tensor.byte_offset
     buffer.nbytes = count_bytes(&tensor)
     if buffer.writable:
@@ -375,6 +396,7 @@ cdef int acquire_export(Buffer buffer, object export) except -1:
     buffer.nbytes = export.nbytes
     buffer.owner = export.owner
     buffer.stage = export.stage
+    buffer.watch(export.storage)
     if buffer.writable:
         buffer.landing = export.landing
     mark_use(buffer, <void *> <uintptr_t> export.origin)

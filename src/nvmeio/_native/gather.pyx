@@ -152,10 +152,10 @@ cdef class GatherRequest(Request):
         host = library.host_like(memory)
         if self.op == OP_WRITE:
             memcpy(host, memory)
-        held.release()
         self.buffer = acquire(host, self.op == OP_READ)
         if self.op == OP_WRITE:
             return None
+        self.buffer.watch(held.storage)
         target, staged = library.byte_view(memory), library.byte_view(host)
         return functools.partial(_land_records, memory, target, staged)
 
@@ -250,6 +250,7 @@ cdef class GatherRequest(Request):
 
     cdef object settle(self, object error):
         if self.op == OP_READ and isinstance(error, GatherError):
+            self.buffer.check_storage(error)
             if isinstance(self.buffer.landing, functools.partial):
                 failed = [index for index, _ in error.failures]
                 self.buffer.landing = functools.partial(self.buffer.landing, failed=failed)

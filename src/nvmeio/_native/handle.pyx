@@ -382,6 +382,15 @@ cdef class Handle:
         RuntimeError
             As ``read``.
 
+        Notes
+        -----
+        Until the request is done, do not let torch free or move the memory of a tensor:
+        by ``resize_()`` of the tensor or its storage, as ``out=`` of an operation with
+        another size, or by ``share_memory_()``, which a multiprocessing queue calls.  torch
+        cannot refuse that, as numpy does.  ``Request.wait`` then raises RuntimeError, but
+        the transfer may have changed other memory.  If the memory is freed and allocated
+        again at the same address, the change is not found.
+
         Examples
         --------
         >>> array, copy = np.arange(1000), np.empty(1000, np.int64)

@@ -66,19 +66,19 @@ cdef class ManyRequest(Request):
 
     cdef Buffer borrow(self, Py_ssize_t index, object memory):
         """Hold an item's memory, or a copy in host memory."""
-        cdef Buffer held
+        cdef Buffer held, own
         try:
             held = acquire(memory, self.op == OP_READ)
         except (TypeError, ValueError) as error:
             raise_of_item(index, error)
         if held.stage is not None:
             host = library_for(memory).host_like(memory)
-            held.release()
             if self.op != OP_READ:
                 memcpy(host, memory)
-            held = acquire(host, self.op == OP_READ)
+            own, held = held, acquire(host, self.op == OP_READ)
             self.is_copied = True
             if self.op == OP_READ:
+                held.watch(own.storage)
                 held.landing = functools.partial(_bring_back, memory, host)
         elif held.nbytes > 0 and not held.is_in_place():
             self.is_copied = True
@@ -171,6 +171,11 @@ cdef class ManyRequest(Request):
 
     cdef object settle(self, object error):
         cdef Buffer buffer
+        for index, buffer in enumerate(self.buffers):
+            try:
+                buffer.check_storage(error)
+            except RuntimeError as moved:
+                raise RuntimeError(f"items[{index}]: {moved}") from error
         if self.op == OP_READ:
             named = isinstance(error, GatherError)
             failed = {index for index, _ in error.failures} if named else ()

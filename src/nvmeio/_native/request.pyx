@@ -235,6 +235,7 @@ cdef class Request:
     cdef object settle(self, object error):
         if self.buffer is None:
             return error
+        self.buffer.check_storage(error)
         # A failed read may have changed part of the caller's memory: autograd must know.
         if self.op == OP_READ and (error is None or self.buffer.is_in_place()):
             self.buffer.land()
@@ -350,6 +351,9 @@ cdef class Request:
             buffer is full.  EOWNERDEAD: the request was submitted before a fork().
         GatherError
             Some records of a gather or scatter, or some of many items, failed.
+        RuntimeError
+            torch freed or moved the memory of a tensor meanwhile; see
+            ``Handle.submit_read``.
         TimeoutError
             The time is over; the request is still running.
         concurrent.futures.CancelledError

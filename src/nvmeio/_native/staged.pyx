@@ -132,6 +132,7 @@ cdef class StagedRequest(Request):
             self.fail(part.error)
         elif self.failure is None:
             if self.op == OP_READ:
+                self.buffer.check_storage(None)
                 self.buffer.stage.deliver(self.done_count)
             self.outcome += part.nbytes
         self.done_count += 1
@@ -146,6 +147,7 @@ cdef class StagedRequest(Request):
                 return False
             self.claimed = index + 1
         stage = self.buffer.stage
+        self.buffer.check_storage(None)
         memory = stage.host(index) if self.op == OP_READ else stage.fetch(index)
         part = new_request(
             self.op,
@@ -177,6 +179,7 @@ cdef class StagedRequest(Request):
         if error is None and self.outcome < self.nbytes:
             error = CancelledError(f"the transfer of {self.path!r} was cancelled")
         if error is None and self.op == OP_READ:
+            self.buffer.check_storage(None)
             self.buffer.land()
         self.error = error
         self.words = words_of(error)

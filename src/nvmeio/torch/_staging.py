@@ -40,6 +40,9 @@ class DeviceStaging:
         else:
             dense = opaque(self._target.resolve_conj().resolve_neg()).contiguous()
         self._dense = dense
+        # The tensor's own, if its memory is used after this.
+        shared = writable or dense.data_ptr() == tensor.data_ptr()
+        self.storage = tensor.untyped_storage() if shared else None
         # First as one dimension, because a 0-d tensor cannot be viewed as smaller items.
         self._bytes = dense.view(-1).view(torch.uint8)
         nbytes = self._bytes.numel()

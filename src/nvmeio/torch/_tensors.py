@@ -38,7 +38,7 @@ __all__ = [
 
 
 # torch calls no __torch_function__() for these.
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
 
 def export(tensor: torch.Tensor, writable: bool) -> Export:
@@ -49,11 +49,13 @@ def export(tensor: torch.Tensor, writable: bool) -> Export:
             _check_destination(tensor)
         if tensor.device.type != "cpu":
             stage = DeviceStaging(tensor, writable)
-            return Export(0, tensor.nbytes, 0, stage, lambda _: stage.finish(), stage)
+            return Export(
+                0, tensor.nbytes, 0, stage, lambda _: stage.finish(), stage, stage.storage
+            )
         origin = _address(tensor)
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            owner = tensor.untyped_storage()
-            return Export(origin, tensor.nbytes, origin, owner, touch)
+            storage = tensor.untyped_storage()
+            return Export(origin, tensor.nbytes, origin, None, touch, storage=storage)
         return _staged(tensor, writable, origin)
 
 
@@ -69,7 +71,10 @@ def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
         # Into the memory at submission: the tensor may have another storage by now.
         copy_bits(dense, staging)
 
-    return Export(staging.data_ptr(), tensor.nbytes, origin, staging, landing)
+    storage = tensor.untyped_storage()
+    return Export(
+        staging.data_ptr(), tensor.nbytes, origin, staging, landing, storage=storage
+    )
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
