@@ -157,6 +157,39 @@ def test_memory_that_cannot_be_filled_is_refused(array, make, error, words):
             read([1], make())
 
 
+def masked(shape=(1, 3)):
+    return np.ma.array(np.ones(shape, "f4"), mask=True)
+
+
+MASKED = {
+    "append": lambda array: array.append(masked()),
+    "append rows": lambda array: array.append([masked((3,)), np.zeros(3)]),
+    "append nested": lambda array: array.append([(1, 2, np.ma.masked)]),
+    "scatter": lambda array: array.scatter([1], masked()),
+    "submit_scatter": lambda array: array.submit_scatter([1], masked()),
+    "assignment": lambda array: array.__setitem__(0, masked((3,))),
+    "one element": lambda array: array.__setitem__((0, 0), np.ma.masked),
+    "submit_setitem": lambda array: array.submit_setitem(0, masked((3,))),
+    "nothing": lambda array: array.append(masked((0, 3))),
+    "out of no bytes": lambda array: array.gather([], masked((0, 3))),
+    "rows": lambda array: array.gather(np.ma.array([0, 1], mask=[0, 1])),
+    "index": lambda array: array[np.ma.array([0, 1], mask=[0, 1])],
+    "mask": lambda array: array[np.ma.array([True, False], mask=[0, 1])],
+    "tensor": lambda array: array.append(
+        torch.masked.masked_tensor(torch.ones(1, 3), torch.ones(1, 3) > 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("use", MASKED.values(), ids=MASKED)
+def test_masked_arrays_are_refused_before_anything_changes(array, path, use):
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="masked, and its mask would be lost"):
+        use(array)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("dtype", ["foo", 3.5, None, torch.qint8, [("a",)]], ids=str)
 def test_an_invalid_dtype_is_refused(path, dtype):
     words = "dtype is .*; it must be a dtype of numpy or torch"

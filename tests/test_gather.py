@@ -420,6 +420,17 @@ class TestMemory:
         assert memory._version > version
         assert not rest.any()
 
+    @pytest.mark.parametrize("name", ["offsets", "sizes", "out_offsets"])
+    def test_masked_integers_are_refused(self, data, name):
+        numbers = {"offsets": [0, 9], "sizes": [4, 4], "out_offsets": [0, 4]}
+        numbers[name] = np.ma.array(numbers[name], mask=[0, 1])
+        offsets, sizes = numbers.pop("offsets"), numbers.pop("sizes")
+        with (
+            nvmeio.Handle() as handle,
+            pytest.raises(TypeError, match="its mask would be lost"),
+        ):
+            handle.gather(data, offsets, sizes, bytearray(8), **numbers)
+
     @pytest.mark.parametrize("out", ["data", b"bytes", np.empty(5, object)])
     def test_memory_that_cannot_be_filled_is_refused(self, handle, data, out):
         with pytest.raises((TypeError, ValueError)):

@@ -133,3 +133,33 @@ def test_a_file_that_is_shorter_than_its_header_says_is_refused(path):
     for call in (ArrayFile, nvmeio.load):
         with pytest.raises(ValueError, match=f"has {size - 1} bytes; .* ends at {size}"):
             call(path)
+
+
+@pytest.mark.parametrize("array", [np.ma.ones(3), [np.ma.ones(3)], np.ma.masked], ids=str)
+def test_a_masked_array_is_not_saved(path, array):
+    with pytest.raises(TypeError, match="its mask would be lost"):
+        nvmeio.save(path, array)
+    assert list(path.parent.iterdir()) == []
+
+
+NOT_RESTORED = ["bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "int4"]
+
+
+@pytest.mark.parametrize("name", NOT_RESTORED)
+@pytest.mark.parametrize("is_field", [False, True])
+def test_a_dtype_that_numpy_cannot_restore_is_not_saved(path, name, is_field):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    if is_field:
+        dtype = np.dtype([("number", "i4"), ("inner", [("part", dtype, (2,))])])
+    for save in (
+        lambda: nvmeio.save(path, np.zeros(3, dtype)),
+        lambda: ArrayFile.create(path, (3,), dtype),
+    ):
+        with pytest.raises(TypeError, match=rf"a \.npy file cannot name {name}: "):
+            save()
+        assert list(path.parent.iterdir()) == []
+    with ArrayFile.create(path, (3,), dtype, raw=True) as array:
+        array[1:] = np.ones(2, dtype)
+        assert array[...].dtype == dtype
+        assert array[...].tobytes() == bytes(dtype.itemsize) + np.ones(2, dtype).tobytes()

@@ -367,3 +367,9 @@ def test_a_file_system_without_preallocation_works(old, error):
     fault = f"fallocate:error={error}"
     assert run_with_faults("save_with", fault, path=str(old)).report == ["ok", 0]
     assert holds(old, {"a": np.full(MIB, 7, np.uint8)})
+
+
+def test_a_masked_array_is_not_saved(tmp_path):
+    with pytest.raises(TypeError, match="'a' is masked, and its mask would be lost"):
+        nvmeio.safetensors.numpy.save_file({"a": np.ma.ones(3)}, tmp_path / "model")
+    assert os.listdir(tmp_path) == []

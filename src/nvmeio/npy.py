@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import flag, path_of
+from nvmeio._arguments.checks import flag, path_of, refuse_masked
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
@@ -119,6 +119,7 @@ def header_and_source(array: Any) -> tuple[bytes, Any]:
     """Return the header and the memory of the array or tensor to save."""
     if library_of(array) is not None:
         return header_of(tuple(array.shape), storable(array.dtype)), array
+    refuse_masked("array", array)
     found = np.asarray(array)
     header = header_of(found.shape, storable(found.dtype))
     return header, np.ascontiguousarray(found)

@@ -25,6 +25,7 @@ __all__ = [
     "has_integers",
     "integer",
     "path_of",
+    "refuse_masked",
     "shown",
     "whole",
     "word",
@@ -64,11 +65,29 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
     return number
 
 
+def refuse_masked(name: str, values: Any) -> None:
+    """Raise TypeError for a masked array, and for lists that contain one."""
+    # Nobody has masked arrays before numpy.ma is imported, which takes 10 ms.
+    if type(values) is np.ndarray or "numpy.ma" not in sys.modules:
+        return
+    if isinstance(values, list | tuple):
+        kinds = set(map(type, values))
+        if any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds):
+            for each in values:
+                refuse_masked(name, each)
+    elif isinstance(values, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is masked, and its mask would be lost; pass its data, or its filled() "
+            "for a write"
+        )
+
+
 def exact_array(values: Any) -> npt.NDArray[Any]:
     """Convert values to an array; integers of more than 64 bits become objects.
 
     numpy may convert a list that has such integers and smaller ones to floats.
     """
+    refuse_masked("an array of integers", values)
     found: npt.NDArray[Any] = np.asarray(values)
     if found.dtype.kind == "f" and not hasattr(values, "dtype"):
         exact: npt.NDArray[Any] = np.asarray(values, object)

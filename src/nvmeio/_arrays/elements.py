@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import shown
+from nvmeio._arguments.checks import refuse_masked, shown
 from nvmeio._arrays.npy_header import check_element
 from nvmeio._arrays.operators import Unread
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
@@ -72,6 +72,7 @@ class Elements:
 
     def _carried(self, values: Any) -> Any:
         """Convert values to something that numpy can convert to the elements."""
+        refuse_masked("the value", values)
         library, dtype = self.library, self.tensor_dtype
         if isinstance(values, Unread):
             values = values[...]

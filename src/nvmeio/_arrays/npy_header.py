@@ -186,6 +186,21 @@ def check_element(dtype: np.dtype[Any]) -> None:
         raise TypeError(f"the dtype {dtype} has a time unit of length 0")
 
 
+def _check_restored(dtype: np.dtype[Any]) -> None:
+    """Raise TypeError for dtypes that numpy cannot restore, such as those of ml_dtypes."""
+    for part in _parts(dtype):
+        try:
+            restored = str(np.dtype(part.str))
+        except TypeError:
+            restored = "nothing"
+        if restored != str(part):
+            raise TypeError(
+                f"the dtype is {dtype}, and a .npy file cannot name {part}: numpy.load() "
+                f"would make {restored} of {part.str}; save a view of unsigned integers, "
+                "or use nvmeio.ArrayFile.create(raw=True)"
+            )
+
+
 def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
     """Yield the dtypes that a dtype consists of."""
     if dtype.names is None:
@@ -207,6 +222,7 @@ def check_size(path: str | bytes, size: int, layout: Layout) -> None:
 
 def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     """Return the header of a .npy file for an array in C order."""
+    _check_restored(dtype)
     text = _described(shape, dtype)
     try:
         encoded, version, width = text.encode("latin1"), (1, 0), 2

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._arguments.checks import refuse_masked
 from nvmeio._arrays.elements import Elements
 from nvmeio._arrays.indexing import Selection, last_of_each, select
 from nvmeio._arrays.stored import StoredArray
@@ -131,6 +132,7 @@ def _target(
     if out is None:
         array: Array = np.empty(shape, dtype)
         return array, elements.to_result(array)
+    refuse_masked("out", out)
     library = library_of(out)
     if library is not None:
         same = out.dtype == elements.tensor_dtype

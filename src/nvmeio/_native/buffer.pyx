@@ -33,6 +33,7 @@ from nvmeio._memory.strides import may_overlap
 from nvmeio._memory.overlap import elements_of
 from nvmeio._memory.registry import libraries as _libraries
 from nvmeio._memory.registry import library_of
+from nvmeio._arguments.checks import refuse_masked
 
 _ndarray = numpy.ndarray
 _bytes = numpy.dtype(numpy.uint8)
@@ -184,12 +185,7 @@ cdef int check_array(object array) except -1:
             f"cannot transfer an array of dtype {array.dtype}: its elements are Python "
             "objects; convert it with astype() first"
         )
-    # Plain arrays first, because the first use of numpy.ma imports it, which takes 10 ms.
-    if type(array) is not _ndarray and isinstance(array, numpy.ma.MaskedArray):
-        raise TypeError(
-            "cannot transfer a masked array: its mask would be lost; pass array.data, "
-            "or array.filled() for a write"
-        )
+    refuse_masked("the array", array)
     return 0
 
 

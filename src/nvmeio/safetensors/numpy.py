@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._arguments.checks import refuse_masked
 from nvmeio.safetensors._dtypes import header_dtype, numpy_dtype
 from nvmeio.safetensors._file import Direct
 from nvmeio.safetensors._frameworks import NumPy
@@ -76,6 +77,8 @@ def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]
 
 def _sources(tensor_dict: Mapping[str, Array]) -> list[Source]:
     """Return the arrays to write, which become little-endian and in C order."""
+    for name, tensor in tensor_dict.items():
+        refuse_masked(repr(name), tensor)
 
     def contents(tensor: Array) -> Bytes:
         if not _is_little_endian(tensor):

@@ -85,6 +85,8 @@ def _check_kind(tensor: torch.Tensor) -> None:
         problem = "it is nested; pass its values() and offsets()"
     elif tensor.layout != torch.strided:
         problem = f"its layout is {tensor.layout}; pass its to_dense(), or its components"
+    elif isinstance(tensor, torch.masked.MaskedTensor):
+        problem = "it is masked, and its mask would be lost; pass its get_data()"
     elif tensor.is_quantized:
         problem = f"it is quantized ({tensor.dtype}); pass its int_repr()"
     elif type(tensor).__name__ == "FakeTensor":

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nvmeio._arguments.checks import refuse_masked
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio.arrays import ArrayFile
@@ -138,11 +139,7 @@ def _check_elements(array: Array, name: str) -> None:
         raise TypeError(f"{name}{path} is of dtype {dtype}, which tensors do not have")
     if not array.shape:
         raise ValueError(f"{name} has no axes; its rows are to be samples")
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is masked, and its mask would be lost; pass array.data, or "
-            "array.filled()"
-        )
+    refuse_masked(name, array)
 
 
 def _dtype_of(array: Array) -> torch.dtype:
