@@ -549,24 +549,28 @@ class TestOthers:
 
     @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
     def test_a_refresh_does_not_undo_an_append(self, path, monkeypatch, raw):
-        """The refresh is held still when it knows the shape, until the append goes on."""
+        """The refresh is held when it knows the shape, until the append waits or ends."""
         known, waits = threading.Event(), threading.Event()
-        look, fcntl_call, flock = StoredArray.layout_now, fcntl.fcntl, fcntl.flock
+        take, fcntl_call, flock = StoredArray.take, fcntl.fcntl, fcntl.flock
 
-        def looking(array):
-            layout = look(array)
+        def taking(array, layout):
             if threading.current_thread() is threading.main_thread():
                 known.set()
                 assert waits.wait(30)
-            return layout
+            take(array, layout)
 
         def locking(descriptor, operation):
-            if raw and operation & fcntl.LOCK_EX:
-                waits.set()
+            if operation == fcntl.LOCK_EX:
+                try:
+                    return flock(descriptor, operation | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    waits.set()
             return flock(descriptor, operation)
 
         def locking_header(descriptor, command, lock):
-            if lock.startswith(struct.pack("h", fcntl.F_WRLCK)):
+            try:
+                return fcntl_call(descriptor, fcntl.F_OFD_SETLK, lock)
+            except BlockingIOError:
                 waits.set()
             return fcntl_call(descriptor, command, lock)
 
@@ -579,7 +583,7 @@ class TestOthers:
             ThreadPoolExecutor(1) as pool,
             ArrayFile.create(path, (3, 5), "f4", raw=raw) as array,
         ):
-            monkeypatch.setattr(StoredArray, "layout_now", looking)
+            monkeypatch.setattr(StoredArray, "take", taking)
             monkeypatch.setattr(fcntl, "flock", locking)
             monkeypatch.setattr(fcntl, "fcntl", locking_header)
             appending = pool.submit(append)
