@@ -101,7 +101,8 @@ def ctrl_c_in_wait(folder, control, engine, way, size):
     path = f"{folder}/ctrl-c-{engine}"
     faults = Faults(control)
     data = make_file(path, size)
-    file = nvmeio.File(path)
+    # Otherwise the page cache, which has the bytes, would serve them.
+    file = nvmeio.File(path, direct=True)
     op = nvmeio.aio_handle(engine=engine)
     handle = op.handle
     guarded = Guarded(size)
