@@ -299,11 +299,12 @@ cdef str remedy_for(object source):
     return ""
 
 
-cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
-    """Return the DLPack exchange table of a type; NULL if there is none of our version.
+# The tables of plain types, which are few and live as long as the process.
+cdef dict _tables = {}
 
-    The lookup takes 40 ns, too little to justify a cache, which would keep types alive.
-    """
+
+cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
+    """Return the DLPack exchange table of a type; NULL if there is none of our version."""
     cdef dlpack.ExchangeHeader *header
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if capsule is None:
@@ -316,13 +317,28 @@ cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
     return <const dlpack.ExchangeTable *> header
 
 
+cdef const dlpack.ExchangeTable *table_of(object source) except? NULL:
+    """Return the exchange table of a tensor of a plain type; NULL for anything else.
+
+    Other types are left to their library, because torch would ask __torch_function__().
+    """
+    cdef const dlpack.ExchangeTable *table
+    found = _tables.get(type(source))
+    if found is not None:
+        return <const dlpack.ExchangeTable *> <uintptr_t> found
+    table = exchange_table(type(source))
+    if table == NULL or table.borrow == NULL:
+        return NULL
+    if type(source) not in library_for(source).PLAIN_TYPES:
+        return NULL
+    _tables[type(source)] = <uintptr_t> table
+    return table
+
+
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
     """Describe an ordinary tensor: dense, contiguous, in host memory; False for others."""
-    cdef const dlpack.ExchangeTable *table = exchange_table(type(source))
-    if table == NULL or table.borrow == NULL:
-        return False
-    # Of other types, torch would ask __torch_function__() below.
-    if type(source) not in library_for(source).PLAIN_TYPES:
+    cdef const dlpack.ExchangeTable *table = table_of(source)
+    if table == NULL:
         return False
     try:
         table.borrow(<void *> source, tensor)
