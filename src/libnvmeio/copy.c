@@ -5,12 +5,16 @@
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "copy_internal.h"
 #include "copy_kernels.h"
+
+/* No cache is shared by few cores and much larger. */
+#define STREAM_BYTES_MAX ((size_t)64 << 20)
 
 /* A large copy checks once per this many bytes whether its target is in memory. */
 #define PIECE_BYTES ((size_t)2 << 20)
@@ -103,9 +107,39 @@ static void copy_large(char *target, const char *source, size_t size)
     }
 }
 
+/* The size of the cache that this processor's cores share, or 0. */
+static size_t near_cache_bytes(void)
+{
+    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    size_t kib = 0;
+
+    if (!file)
+        return 0;
+    if (fscanf(file, "%zuK", &kib) != 1)
+        kib = 0;
+    fclose(file);
+    return kib << 10;
+}
+
+size_t nvmeio_copy_stream_bytes(void)
+{
+    static atomic_size_t known;
+    size_t bytes = atomic_load_explicit(&known, memory_order_relaxed);
+
+    if (bytes > 0)
+        return bytes;
+    bytes = nvmeio_copy_has_near_cache() ? near_cache_bytes() / 2 : 0;
+    if (bytes < NVMEIO_COPY_STREAM_BYTES_MIN)
+        bytes = NVMEIO_COPY_STREAM_BYTES_MIN;
+    if (bytes > STREAM_BYTES_MAX)
+        bytes = STREAM_BYTES_MAX;
+    atomic_store_explicit(&known, bytes, memory_order_relaxed);
+    return bytes;
+}
+
 void nvmeio_copy_part(void *target, const void *source, size_t size, size_t total)
 {
-    if (total < NVMEIO_COPY_STREAM_BYTES)
+    if (total < NVMEIO_COPY_STREAM_BYTES_MIN || total < nvmeio_copy_stream_bytes())
         small_kernel()->cached(target, source, size);
     else
         copy_large(target, source, size);

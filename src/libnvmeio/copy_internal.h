@@ -4,11 +4,15 @@
 
 #include <nvmeio/copy.h>
 
-/* Copies of at least this size bypass the caches, which could hardly hold the data.
- * Repeated copies: 4 MiB at 14.5 GB/s (memcpy 12.5), 2 MiB at 17.8 (13.0), 1 MiB at
- * 19.6 (24.9), on the machine named below. The limit is higher than these figures
- * suggest, because a caller is likely to use the data that it copied. */
-#define NVMEIO_COPY_STREAM_BYTES ((size_t)4 << 20)
+/* Copies of at least so many bytes bypass the caches, which could hardly hold the data;
+ * at least NVMEIO_COPY_STREAM_BYTES_MIN. Repeated copies: 4 MiB at 14.5 GB/s (memcpy
+ * 12.5), 2 MiB at 17.8 (13.0), 1 MiB at 19.6 (24.9), on the machine named below. The
+ * limit is higher than these figures suggest, because a caller is likely to use the
+ * data that it copied. Where few cores share a fast third cache, it is half of that: 8
+ * MiB on two threads at 21.5 GB/s (memcpy 45), 16 MiB at 30 to 35 (27), on one at 17.4
+ * (12.1; EPYC with 32 MiB for 8 cores, 2026-11-27). */
+#define NVMEIO_COPY_STREAM_BYTES_MIN ((size_t)4 << 20)
+size_t nvmeio_copy_stream_bytes(void);
 
 /* The same limit for data that is in no cache. Measured on blocks copied in turn
  * between buffers of 256 MiB to 1 GiB: memcpy 5.5 to 6.5 GB/s, AVX-512 9.8 to 9.9, AVX2

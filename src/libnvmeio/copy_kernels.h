@@ -30,4 +30,7 @@ extern const struct nvmeio_copy_kernel nvmeio_copy_avx2;
 extern const struct nvmeio_copy_kernel nvmeio_copy_neon;
 extern const struct nvmeio_copy_kernel nvmeio_copy_portable;
 
+/* Whether few cores share a third cache, nearly as fast as the second: on AMD's. */
+bool nvmeio_copy_has_near_cache(void);
+
 #endif

@@ -49,6 +49,11 @@
 #define PAGES 4
 #include "copy_steps.h"
 
+bool nvmeio_copy_has_near_cache(void)
+{
+    return __builtin_cpu_is("amd");
+}
+
 static bool has_avx512(void)
 {
     return __builtin_cpu_supports("avx512f");
@@ -74,6 +79,11 @@ const struct nvmeio_copy_kernel nvmeio_copy_avx2 = {
 };
 
 #else
+
+bool nvmeio_copy_has_near_cache(void)
+{
+    return false;
+}
 
 static bool never(void)
 {

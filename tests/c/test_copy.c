@@ -12,7 +12,7 @@
 #define LINE NVMEIO_LINE_BYTES
 #define GUARD_BYTES 128
 #define LENGTH_MAX 1025
-#define LARGE_BYTES (NVMEIO_COPY_STREAM_BYTES + 1024)
+#define LARGE_BYTES (nvmeio_copy_stream_bytes() + 1024)
 #define AREA_BYTES (LARGE_BYTES + 2 * GUARD_BYTES + 2 * LINE)
 #define CANARY 0xa5
 
@@ -64,8 +64,8 @@ static void test_every_length_at_every_alignment(size_t total)
 /* Sizes at which another kernel takes over, with each function that copies. */
 static void test_the_edges_of_the_thresholds(void)
 {
-    static const size_t thresholds[] = {NVMEIO_COPY_STREAM_BYTES,
-                                        NVMEIO_COPY_COLD_STREAM_BYTES};
+    const size_t thresholds[] = {nvmeio_copy_stream_bytes(),
+                                 NVMEIO_COPY_COLD_STREAM_BYTES};
     static const int changes[] = {-257, -65, -64, -1, 0, 1, 63, 64, 257};
 
     for (unsigned i = 0; i < 2; i++)
@@ -83,7 +83,7 @@ static void test_the_edges_of_the_thresholds(void)
 
 static void test_overlapping_ranges_are_copied_as_by_memmove(void)
 {
-    static const size_t sizes[] = {1, 63, 64, 1000, 70000, NVMEIO_COPY_STREAM_BYTES};
+    const size_t sizes[] = {1, 63, 64, 1000, 70000, nvmeio_copy_stream_bytes()};
     static const size_t distances[] = {0, 1, 31, 64, 999, 4096};
 
     for (unsigned i = 0; i < sizeof(sizes) / sizeof(*sizes); i++)
