@@ -1,4 +1,4 @@
-"""Cached model files are read from the page cache, others with O_DIRECT."""
+"""What the page cache has of a model file is read from there, the rest with O_DIRECT."""
 
 import os
 
@@ -41,24 +41,21 @@ def read(way, path, direct):
 
 @pytest.mark.parametrize("way", ["load_file", "safe_open", "load_sharded"])
 @pytest.mark.parametrize("direct", ["auto", True, False])
-@pytest.mark.parametrize("state", ["cold", "a third", "two thirds", "warm"])
+@pytest.mark.parametrize("state", ["cold", "a third", "warm"])
 @pytest.mark.all_combinations
-def test_the_larger_part_decides_the_route(path, state, direct, way):
-    if state == "cold":
-        drop(path)
-    else:
-        warm(path, {"a third": SIZE // 3, "two thirds": SIZE * 2 // 3}.get(state))
-    past = direct is True or (direct == "auto" and state in ("cold", "a third"))
+def test_what_is_cached_is_read_from_there(path, state, direct, way):
+    warmed = {"cold": 0, "a third": SIZE // 3, "warm": SIZE}[state]
+    warm(path, warmed)
     before, moved = cached(path), Moved()
     read(way, path, direct)
-    if past:
-        assert moved.direct > SIZE - 64 * PAGE
+    buffered = {"auto": warmed, True: 0, False: SIZE}[direct]
+    # A block that is cached in part is read past the page cache, except for its edges.
+    slack = 4 * MIB if state == "a third" else 64 * PAGE
+    assert abs(moved.buffered - buffered) <= slack
+    assert abs(moved.direct - (SIZE - buffered)) <= slack
+    if direct is not False:
         # The header, the kernel's read-ahead after it, and the edges of reads.
         assert cached(path) * SIZE <= before * SIZE + MIB
-    else:
-        assert moved.direct == 0
-        assert moved.buffered >= SIZE
-        assert cached(path) > 0.95
 
 
 def test_a_file_in_memory_is_cached(tmpfs):

@@ -13,7 +13,6 @@ import nvmeio.safetensors.numpy
 from helpers import MIB, drop, need_direct
 from model_samples import bits_of_all, in_flight
 from nvmeio.safetensors import SafetensorError, _reading, load_sharded, safe_open
-from nvmeio.safetensors import _file as files
 
 SIZE = 10 * MIB
 CHANGED = r"{} has changed while it was read: it had {} bytes"
@@ -145,24 +144,6 @@ def test_a_replaced_file_is_read_to_its_end(path, arrays, direct, how):
             path.rename(path.with_name("away"))
 
     found = nvmeio.safetensors.numpy.load_file(path, direct=direct, progress=once(change))
-    assert bits_of_all(found) == bits_of_all(arrays)
-
-
-@pytest.mark.parametrize("how", ["renamed over", "removed"])
-def test_the_file_may_be_unlinked_before_it_is_opened_directly(
-    path, arrays, monkeypatch, how
-):
-    """Between the read of the header and the open of the direct descriptor."""
-
-    def look(*arguments):
-        if how == "removed":
-            path.unlink()
-        else:
-            replace(path, arrays)
-        return False
-
-    monkeypatch.setattr(files, "is_cached", look)
-    found = nvmeio.safetensors.numpy.load_file(path)
     assert bits_of_all(found) == bits_of_all(arrays)
 
 

@@ -1,15 +1,14 @@
-"""An open safetensors file: its header, and whether it is read with O_DIRECT."""
+"""An open safetensors file and its header."""
 
 import errno
 import os
 from typing import Literal, cast
 
-from nvmeio._arguments.checks import direct_choice, path_of
+from nvmeio._arguments.checks import path_of
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._header import LENGTH_BYTES, Layout, header_bytes, parse
-from nvmeio.safetensors._reading import is_cached
 
 __all__ = ["Direct", "ModelFile"]
 
@@ -20,21 +19,14 @@ FIRST_BYTES = 64 << 10
 
 
 class ModelFile:
-    """An open safetensors file and its parsed header.
-
-    With ``direct="auto"`` the data are read through the page cache if it has more than half
-    of them, else with O_DIRECT.
-    """
+    """An open safetensors file and its parsed header."""
 
     def __init__(self, filename: str | os.PathLike[str], direct: Direct = "auto") -> None:
-        direct = cast("Direct", direct_choice("direct", direct))
         self.path = cast("str", path_of(filename))
-        self.file = File(self.path, direct=False)
+        self.file = File(self.path, direct=direct)
         try:
             self.before = os.fstat(self.file.fileno())
             self.layout = self._read_header()
-            if direct is True or (direct == "auto" and not self._is_cached()):
-                self._bypass(direct)
         except BaseException:
             self.close()
             raise
@@ -59,26 +51,6 @@ class ModelFile:
                 break
             found += part
         return found
-
-    def _is_cached(self) -> bool:
-        return is_cached(self.file, self.layout.data_start, self.layout.data_bytes)
-
-    def _bypass(self, direct: Direct) -> None:
-        """Open the file again with O_DIRECT; with "auto", only if the system allows it."""
-        try:
-            other = File(self.path, direct=direct)
-        except OSError as error:
-            # Without an errno, a signal handler raised it.
-            if direct is True or error.errno is None:
-                raise
-            # It was renamed, or its mode was changed, so keep the file that is open.
-            return
-        if not os.path.samestat(os.fstat(other.fileno()), self.before):
-            # Another file has replaced it, so keep the file that is open.
-            other.close()
-            return
-        self.file.close()
-        self.file = other
 
     def offset(self, begin: int) -> int:
         """Return the offset in the file of a byte of the data."""

@@ -22,7 +22,6 @@ from nvmeio.safetensors._reading import (
     abandon,
     begin,
     finish,
-    handle_for,
     max_gap,
     place,
 )
@@ -92,13 +91,7 @@ def load(
 def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
     """Read a small tensor in the calling thread."""
     start = each.file.layout.data_start + each.tensor.begin
-    size = max(1, BITS[each.tensor.dtype] // 8)
-    if each.file.file.direct and start % size == 0:
-        # In memory congruent with the file, so that no bounce buffer is needed.
-        region = Region(each.nbytes, start % PAGE)
-        made = framework.over(region, 0, each.nbytes, each.dtype, each.shape)
-    else:
-        made = framework.empty(each.dtype, each.shape)
+    made = framework.empty(each.dtype, each.shape)
     try:
         default_handle().read(made, each.file.file, start)
     except OSError as error:
@@ -244,12 +237,13 @@ def _into(
                     f"out[{each.key!r}] and out[{other!r}] share memory; each tensor needs "
                     "its own"
                 )
+    handle = default_handle()
     full = [each for each in chosen if each.nbytes]
     whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}
     sizes: dict[ModelFile, int] = {}
 
     def submit(file: ModelFile) -> Read:
-        request = handle_for(file.file).submit_read_many(whole.pop(file))
+        request = handle.submit_read_many(whole.pop(file))
         return Read(request, sizes.pop(file))
 
     def begun() -> Iterator[Read]:
@@ -264,7 +258,6 @@ def _into(
                     yield submit(each.file)
                 continue
             size = each.nbytes // len(each.offsets)
-            handle = handle_for(each.file.file)
             request = handle.submit_gather(
                 each.file.file,
                 start + each.offsets,

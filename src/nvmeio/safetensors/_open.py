@@ -85,8 +85,8 @@ class safe_open:  # noqa: N801
         the rules for indices of slices with torch: torch's own ("mmap"), or those of
         safetensors ("pread").
     direct : {"auto", True, False}, default "auto"
-        Whether to bypass the page cache.  "auto": unless it has more than half of the data.
-        True: always, which fails if the file system lacks O_DIRECT.  False: never.
+        Whether to bypass the page cache.  "auto": for what it does not have.  True:
+        always, which fails if the file system lacks O_DIRECT.  False: never.
     read_ahead : int, default 256 MiB
         The limit of read-ahead in bytes: tensors that are being read, or were read and not
         taken yet.  0 turns it off.  Read-ahead begins once whole tensors are read in the

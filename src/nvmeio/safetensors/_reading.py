@@ -1,8 +1,6 @@
 """Read records of files into one region of memory, which is populated meanwhile."""
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -10,17 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import shown
-from nvmeio._events.forks import call_in_child
 from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
-from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
-from nvmeio._native.system_calls import cached_fraction
 from nvmeio.default import default_handle
 
-__all__ = ["Progress", "Read", "Records", "abandon", "begin", "finish", "handle_for"]
-__all__ += ["check_progress", "is_cached", "max_gap", "place"]
+__all__ = ["Progress", "Read", "Records", "abandon", "begin", "check_progress", "finish"]
+__all__ += ["max_gap", "place"]
 
 Progress = Callable[[int, int], object]
 Made = TypeVar("Made")
@@ -33,9 +28,6 @@ PAGE = 4096
 CHECKED_BYTES = 16 << 20
 # Runs shorter than this are read together with larger gaps between them.
 SHORT_BYTES = 2048
-
-# On most machines two threads, copying from the page cache, reach the memory's speed.
-CACHED_WORKERS = min(2, len(os.sched_getaffinity(0)))
 
 
 def check_progress(progress: Progress | None) -> None:
@@ -59,39 +51,6 @@ class Read(NamedTuple):
 
     request: Request
     nbytes: int
-
-
-class _Cached:
-    """The handle for files in the page cache, created on first use."""
-
-    def __init__(self) -> None:
-        self.handle: Handle | None = None
-        self.forget_threads()
-
-    def forget_threads(self) -> None:
-        """Replace the lock: in a forked child, a thread of the parent may have held it."""
-        self.lock = threading.Lock()
-
-    def get(self) -> Handle:
-        with self.lock:
-            if self.handle is None or self.handle.closed:
-                # A read from the page cache is a copy: it needs no queue of the kernel.
-                self.handle = Handle(engine="sync", direct=False, workers=CACHED_WORKERS)
-            return self.handle
-
-
-_cached = _Cached()
-call_in_child(_cached.forget_threads)
-
-
-def is_cached(file: File, offset: int, nbytes: int) -> bool:
-    """Return whether the page cache has more than half of a range of a file."""
-    return cached_fraction(file.fileno(), offset, nbytes) > 0.5
-
-
-def handle_for(file: File) -> Handle:
-    """Return the handle for reading a file: with O_DIRECT, or from the page cache."""
-    return default_handle() if file.direct else _cached.get()
 
 
 def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers, int, int]:
@@ -159,7 +118,7 @@ def _cut(records: Records) -> Records:
 def _begun(records: Records, region: Region) -> Iterator[Read]:
     """Populate memory and start reads, chunk by chunk."""
     files, file, offset, nbytes, places = records
-    memory = memoryview(region)
+    handle, memory = default_handle(), memoryview(region)
     # Counted from a page boundary, as in _cut(); else the first two would be one chunk.
     before = np.cumsum(nbytes) - nbytes + offset[0] % PAGE
     # All records that begin in the same CHUNK_BYTES of the total form a chunk.
@@ -169,7 +128,6 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
         region.populate(first, end)
         for index in np.unique(file[low:high]).tolist():
             mine = low + np.flatnonzero(file[low:high] == index)
-            handle = handle_for(files[index])
             if len(mine) == 1:
                 one = int(mine[0])
                 at, size = int(places[one]), int(nbytes[one])

@@ -74,8 +74,8 @@ def load_sharded(
     progress : callable, optional
         Called during the read with two ints: bytes read so far, and bytes in total.
     direct : {"auto", True, False}, default "auto"
-        Whether to bypass the page cache.  "auto": unless it has more than half of a file's
-        data.  True: always.  False: never.
+        Whether to bypass the page cache.  "auto": for what it does not have.  True:
+        always, which fails if the file system lacks O_DIRECT.  False: never.
 
     Returns
     -------
