@@ -14,6 +14,8 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.type cimport PyType_IsSubtype
+from libc.stdint cimport int64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from cython.parallel cimport prange
 
 from nvmeio._libnvmeio cimport c_copy, c_pool, c_system
@@ -37,6 +39,10 @@ _ndarray = numpy.ndarray
 cdef extern from "<stdatomic.h>" nogil:
     ctypedef struct atomic_size_t:
         pass
+    ctypedef struct atomic_llong:
+        pass
+    long long load_number "atomic_load"(atomic_llong *)
+    void store_number "atomic_store"(atomic_llong *, long long)
     void atomic_init(atomic_size_t *, size_t)
     size_t atomic_load(atomic_size_t *)
     size_t atomic_fetch_add(atomic_size_t *, size_t)
@@ -44,8 +50,18 @@ cdef extern from "<stdatomic.h>" nogil:
 cdef enum:
     TEAM_MAX = 4096
 
-# Below this size the calling thread copies alone: it finishes before others wake up.
-cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
+# Below this size the calling thread copies alone: it finishes before others wake up.  Up to
+# the second one it does, unless a copy has just ended: then the others are still awake.
+cdef Py_ssize_t PARALLEL_BYTES = 1 << 19
+cdef Py_ssize_t ASLEEP_BYTES = 1 << 20
+cdef int64_t AWAKE_NS = 200_000
+
+# A team is late if its leader waits for the others longer than this, and than half of its
+# own work: their processors are busy.  From the second time in a row on, a copy of a moment
+# later is not shared; the moment doubles up to the longest.
+cdef int64_t LATE_NS = 50_000
+cdef int64_t ALONE_NS_MIN = 10_000_000
+cdef int64_t ALONE_NS_MAX = 1_000_000_000
 
 # Threads take chunks one by one, so that a busy processor delays no more than one chunk.
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
@@ -81,8 +97,9 @@ def memcpy(dest, src, *, threads=None) -> None:
 
     Notes
     -----
-    If the two overlap in memory, the result is that of memmove(3).  Below 1 MiB, and in a
-    forked child, the calling thread copies alone.  Releases the GIL from 512 KiB on.
+    If the two overlap in memory, the result is that of memmove(3).  Below 512 KiB, and in a
+    forked child, the calling thread copies alone; so it does for a while after others came
+    late, because processors are busy.  Releases the GIL from 512 KiB on.
     The environment variable ``NVMEIO_COPY`` (avx512, avx2, neon, portable or auto)
     selects the kernel; the first copy raises ValueError if this processor lacks it.  The
     padding between fields of a structured dtype is not always copied.
@@ -263,12 +280,25 @@ cdef int copy_by_host(object dest, object src, bint to_device) except -1:
     return 0
 
 
+# When the last copy of some size ended, and until when none is shared.
+cdef atomic_llong _ended_ns
+cdef atomic_llong _alone_until_ns
+# How often in a row a team was late.
+cdef atomic_llong _late
+
+
+cdef int64_t now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec * <int64_t> 1_000_000_000 + now.tv_nsec
+
+
 cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
     """Copy with up to `team` threads; 0: as many as this process may use."""
     if size < NOGIL_BYTES:
         c_copy.copy(target, source, size)
         return 0
-    if size < PARALLEL_BYTES or c_copy.copy_overlaps(target, source, size):
+    if not is_shared(size) or c_copy.copy_overlaps(target, source, size):
         team = 1
     else:
         team = min(team or threads_wanted(), size // SHARE_BYTES_MIN, TEAM_MAX)
@@ -278,7 +308,29 @@ cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) excep
             c_copy.copy(target, source, size)
         else:
             copy_parallel(<char *> target, <char *> source, size, team)
+        store_number(&_ended_ns, now_ns())
     return 0
+
+
+cdef bint is_shared(Py_ssize_t size) noexcept nogil:
+    """Return whether a team would copy this faster than one thread."""
+    cdef int64_t now = now_ns()
+    if now < load_number(&_alone_until_ns):
+        return False
+    return size >= ASLEEP_BYTES or now - load_number(&_ended_ns) < AWAKE_NS
+
+
+cdef void judge(int64_t begun, int64_t worked, int64_t ended) noexcept nogil:
+    """Note whether the leader of a team, which had worked until then, waited for it."""
+    cdef int64_t late = load_number(&_late)
+    cdef int64_t alone = ALONE_NS_MIN
+    if ended - worked <= max(LATE_NS, (worked - begun) // 2):
+        store_number(&_late, max(0, late - 1))
+        return
+    store_number(&_late, late + 1)
+    if late > 0:
+        alone <<= min(late - 1, 10)
+        store_number(&_alone_until_ns, ended + min(alone, ALONE_NS_MAX))
 
 
 cdef int threads_wanted() except -1:
@@ -299,8 +351,10 @@ cdef void copy_parallel(
 
     Fixed shares help a repeated copy: a thread finds its share in its processor's cache.
     """
-    cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (4 * team)))
+    cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (8 * team)))
     cdef atomic_size_t following[TEAM_MAX]
+    cdef int64_t begun = now_ns()
+    cdef int64_t worked = begun
     cdef int member
     # In aligned memory, chunks then end at page boundaries, so threads share no cache line.
     chunk -= chunk % 4096
@@ -308,7 +362,8 @@ cdef void copy_parallel(
         atomic_init(&following[member], share_start(size, chunk, member, team))
     # Only this call: if anything here could raise, each thread would acquire the GIL.
     for member in prange(team, schedule="static", num_threads=team):
-        copy_shares(target, source, size, chunk, following, member, team)
+        copy_shares(target, source, size, chunk, following, member, team, &worked)
+    judge(begun, worked, now_ns())
 
 
 cdef size_t share_start(size_t size, size_t chunk, int share, int team) noexcept nogil:
@@ -324,8 +379,12 @@ cdef void copy_shares(
     atomic_size_t *following,
     int member,
     int team,
+    int64_t *worked,
 ) noexcept nogil:
-    """Copy chunks that no thread has taken, beginning with the member's own share."""
+    """Copy chunks that no thread has taken, beginning with the member's own share.
+
+    The leader, which is the calling thread, notes when there are none left.
+    """
     cdef size_t at, end
     cdef int step, share
     for step in range(team):
@@ -336,3 +395,5 @@ cdef void copy_shares(
             at = atomic_fetch_add(&following[share], 1) * chunk
             if at < end * chunk:
                 c_copy.copy_part(target + at, source + at, min(chunk, size - at), size)
+    if member == 0:
+        worked[0] = now_ns()
