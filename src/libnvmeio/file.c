@@ -50,6 +50,10 @@ struct cachestat_result {
 #define WARMTH_BYTES ((size_t)1 << 20)
 #define WARMTH_SAMPLES 16u
 
+/* After so many cold ranges in a row, one of a few is looked up. */
+#define COLD_RANGES 16u
+#define COLD_RANGES_A_LOOK 8u
+
 /* For so long after a byte was missing, no other one is tried. */
 #define COLD_NS 100000000
 /* No drive answers in that time. */
@@ -712,11 +716,34 @@ static enum nvmeio_warmth guess_warmth(struct nvmeio_file *file, int64_t offset,
     return NVMEIO_HOT;
 }
 
+/* Whether to look up a range at all: not always if many in a row were cold. */
+static bool is_worth_a_look(struct nvmeio_file *file)
+{
+    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+
+    if (cold < COLD_RANGES)
+        return true;
+    atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
+    return cold % COLD_RANGES_A_LOOK == 0;
+}
+
+static void note_cold(struct nvmeio_file *file, bool is_cold)
+{
+    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+
+    if (!is_cold)
+        atomic_store_explicit(&file->cold_ranges, 0, memory_order_relaxed);
+    else if (cold < COLD_RANGES)
+        atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
+}
+
 enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
                                       size_t size)
 {
     size_t samples = size / WARMTH_BYTES + 1, cached = 0;
 
+    if (!is_worth_a_look(file))
+        return NVMEIO_COLD;
     if (samples > WARMTH_SAMPLES)
         samples = WARMTH_SAMPLES;
     size_t step = size / samples;
@@ -729,6 +756,7 @@ enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
             return guess_warmth(file, offset, step, samples);
         cached += (size_t)found;
     }
+    note_cold(file, cached == 0);
     if (cached == 0 || !nvmeio_file_try_buffered(file))
         return NVMEIO_COLD;
     return cached == samples ? NVMEIO_HOT : NVMEIO_WARM;

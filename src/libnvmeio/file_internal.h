@@ -44,6 +44,8 @@ struct nvmeio_file {
     /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
     _Atomic int64_t bytes_max;
 
+    /* How many ranges in a row the page cache had nothing of. Relaxed, too. */
+    _Atomic unsigned cold_ranges;
     /* nvmeio_file_has_byte() says no until then. Relaxed, too. */
     _Atomic int64_t cold_until_ns;
 

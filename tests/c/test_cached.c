@@ -317,6 +317,30 @@ static void test_a_small_read_comes_from_where_all_of_it_is(const char *engine)
     CHECK(pages_cached() == 0);
 }
 
+/* A file of which many reads found nothing is looked up less often, but it is. */
+static void test_a_file_that_becomes_warm_is_noticed(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(PAGE, 0);
+    struct nvmeio_stats stats;
+
+    warm(0);
+    atomic_store(&asked, 0);
+    for (int i = 0; i < 1000; i++)
+        read_at(handle, file, memory.address, PAGE, 0);
+    CHECK(atomic_load(&asked) < 300);
+    warm(1);
+    for (int i = 0; i < 100; i++)
+        read_at(handle, file, memory.address, PAGE, 0);
+    nvmeio_handle_stats(handle, &stats);
+    CHECK(stats.bytes_buffered >= 90 * PAGE && stats.bytes_buffered <= 100 * PAGE);
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 /* Blocks that the page cache has come from there, the others from the device. */
 static void test_a_large_read_comes_from_both(const char *engine)
 {
@@ -396,6 +420,7 @@ int main(void)
         test_without_residence_a_few_bytes_are_tried(name);
         test_a_file_that_cannot_be_opened_again_stays_direct(name);
         test_a_small_read_comes_from_where_all_of_it_is(name);
+        test_a_file_that_becomes_warm_is_noticed(name);
         test_a_large_read_comes_from_both(name);
         test_without_residence_a_read_tries_a_few_bytes(name);
     }

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nvmeio._native.region import Region
 from nvmeio.default import default_handle
 from nvmeio.safetensors._dtypes import BITS
 from nvmeio.safetensors._errors import SafetensorError
@@ -15,7 +14,6 @@ from nvmeio.safetensors._frameworks import Framework
 from nvmeio.safetensors._header import Tensor
 from nvmeio.safetensors._reading import (
     CHUNK_BYTES,
-    PAGE,
     Progress,
     Read,
     Records,
