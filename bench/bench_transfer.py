@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
+import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import beside_loop
@@ -25,7 +28,7 @@ from loop_child import loop_child
 from loop_mount import try_loop_mount
 from machine import arguments, machine
 from peers import Peers, fio, huge_pages
-from report import finish
+from report import finish, size_name
 from scratch import Move, Scratch, make_scratch, pieces, scattered, whole
 
 import nvmeio
@@ -43,6 +46,9 @@ PAGE_BYTES = 4096
 # Reads of a page: in flight together, and one after another.
 PAGES_COUNT = 16384
 READS = 200
+# Files that the page cache has, and how many bytes of one a turn reads.
+CACHED_BYTES = (64 << 10, 1 << 20, 256 << 20, 2 << 30)
+CACHED_TURN_BYTES = 64 << 20
 # What a new file gets beside readers.
 GROWN_BYTES = 64 << 20
 # The name of memory that was never touched, and how many turns replace one.
@@ -327,6 +333,61 @@ def finalists(scratch: Scratch, quick: bool) -> Iterator[Comparison]:
             yield default_comparison(scratch, op, options)
 
 
+def page_cache_comparisons(scratch: Scratch) -> Iterator[Comparison]:
+    """Compare reads of a .npy file with numpy's, from the page cache and from the drive."""
+    handle = nvmeio.default_handle()
+    for size in (size for size in CACHED_BYTES if size <= scratch.pool.nbytes):
+        path = scratch.path.with_name(f"{size}.npy")
+        np.save(path, scratch.pool[:size].numpy())
+        target = np.ones(size, np.uint8)
+        repeats = max(1, CACHED_TURN_BYTES // size)
+
+        def load(read: Callable[[Any], Any], path: Any = path) -> int:
+            return int(read(path).nbytes)
+
+        def read(file: nvmeio.File, target: Any = target) -> int:
+            return handle.read(target, file, offset=128)
+
+        def readinto(file: io.FileIO, target: Any = target) -> int:
+            file.seek(128)
+            return file.readinto(target)
+
+        def turn(
+            work: Callable[[], int], warm: bool, path: Any = path, repeats: int = repeats
+        ) -> Move:
+            def take() -> Sample:
+                set_cached(path, warm)
+                return measured(lambda: sum(work() for _ in range(repeats if warm else 1)))
+
+            return take
+
+        ours, theirs = nvmeio.File(path), io.FileIO(path)
+        for warm, state in ((True, "cached"), (False, "not cached")):
+            yield Comparison(
+                f"load, {size_name(size)}, {state}",
+                ("nvmeio.load", "numpy.load"),
+                (
+                    turn(partial(load, nvmeio.load), warm),
+                    turn(partial(load, np.load), warm),
+                ),
+                not warm,
+            )
+            yield Comparison(
+                f"read into an array, {size_name(size)}, {state}",
+                ("Handle.read", "readinto"),
+                (turn(partial(read, ours), warm), turn(partial(readinto, theirs), warm)),
+                not warm,
+            )
+
+
+def set_cached(path: Any, warm: bool) -> None:
+    """Bring a file into the page cache, or drop it."""
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while warm and file.read(1 << 20):
+            pass
+
+
 def aiming(comparisons: Iterable[Comparison], *goals: Goal) -> Iterator[Comparison]:
     """Yield the comparisons with these goals."""
     return (dataclasses.replace(comparison, goals=goals) for comparison in comparisons)
@@ -340,12 +401,13 @@ def groups(scratch: Scratch, quick: bool) -> dict[str, Callable[[], Iterator[Com
         "routes": lambda: aiming(route_comparisons(scratch), Goal("speed", 0.95)),
         "small": lambda: aiming(small_comparisons(scratch), Goal("speed", 0.85)),
         "turns": lambda: aiming(turn_comparisons(scratch), Goal("speed", 0.2)),
+        "cached": lambda: aiming(page_cache_comparisons(scratch), Goal("speed", 0.95)),
         "engines": lambda: engine_comparisons(scratch),
         "default": lambda: aiming(finalists(scratch, quick), Goal("speed", 0.95)),
     }
 
 
-OTHERS = ("fio", "memory", "routes", "small", "turns", "engines", "default")
+OTHERS = ("fio", "memory", "routes", "small", "turns", "cached", "engines", "default")
 GROUPS = (*beside_loop.GROUPS, *OTHERS)
 
 
