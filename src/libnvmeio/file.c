@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <linux/fs.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,9 +51,10 @@ struct cachestat_result {
 #define WARMTH_BYTES ((size_t)1 << 20)
 #define WARMTH_SAMPLES 16u
 
-/* After so many cold ranges in a row, one of a few is looked up. */
-#define COLD_RANGES 16u
-#define COLD_RANGES_A_LOOK 8u
+/* After so many small ranges in a row that were cached, or that were not, one of a few
+ * is looked up. */
+#define ALIKE 16
+#define ALIKE_A_LOOK 8
 
 /* For so long after a byte was missing, no other one is tried. */
 #define COLD_NS 100000000
@@ -716,34 +718,39 @@ static enum nvmeio_warmth guess_warmth(struct nvmeio_file *file, int64_t offset,
     return NVMEIO_HOT;
 }
 
-/* Whether to look up a range at all: not always if many in a row were cold. */
-static bool is_worth_a_look(struct nvmeio_file *file)
+/* Whether a small range need not be looked up, because many in a row were alike. Then
+ * *warmth is what they were. */
+static bool is_as_before(struct nvmeio_file *file, enum nvmeio_warmth *warmth)
 {
-    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+    int row = atomic_load_explicit(&file->alike, memory_order_relaxed);
 
-    if (cold < COLD_RANGES)
-        return true;
-    atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
-    return cold % COLD_RANGES_A_LOOK == 0;
+    if (abs(row) < ALIKE)
+        return false;
+    row = abs(row) < INT_MAX ? row + (row > 0 ? 1 : -1) : row > 0 ? ALIKE : -ALIKE;
+    atomic_store_explicit(&file->alike, row, memory_order_relaxed);
+    *warmth = row > 0 ? NVMEIO_HOT : NVMEIO_COLD;
+    return row % ALIKE_A_LOOK != 0;
 }
 
-static void note_cold(struct nvmeio_file *file, bool is_cold)
+static void note_alike(struct nvmeio_file *file, bool is_hot)
 {
-    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+    int row = atomic_load_explicit(&file->alike, memory_order_relaxed);
 
-    if (!is_cold)
-        atomic_store_explicit(&file->cold_ranges, 0, memory_order_relaxed);
-    else if (cold < COLD_RANGES)
-        atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
+    if ((row > 0) != is_hot)
+        row = 0;
+    if (abs(row) < ALIKE)
+        row += is_hot ? 1 : -1;
+    atomic_store_explicit(&file->alike, row, memory_order_relaxed);
 }
 
 enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
                                       size_t size)
 {
     size_t samples = size / WARMTH_BYTES + 1, cached = 0;
+    enum nvmeio_warmth warmth;
 
-    if (!is_worth_a_look(file))
-        return NVMEIO_COLD;
+    if (samples == 1 && is_as_before(file, &warmth))
+        return warmth;
     if (samples > WARMTH_SAMPLES)
         samples = WARMTH_SAMPLES;
     size_t step = size / samples;
@@ -756,10 +763,12 @@ enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
             return guess_warmth(file, offset, step, samples);
         cached += (size_t)found;
     }
-    note_cold(file, cached == 0);
-    if (cached == 0 || !nvmeio_file_try_buffered(file))
-        return NVMEIO_COLD;
-    return cached == samples ? NVMEIO_HOT : NVMEIO_WARM;
+    warmth = cached == samples ? NVMEIO_HOT : cached > 0 ? NVMEIO_WARM : NVMEIO_COLD;
+    if (warmth != NVMEIO_COLD && !nvmeio_file_try_buffered(file))
+        warmth = NVMEIO_COLD;
+    if (samples == 1)
+        note_alike(file, warmth == NVMEIO_HOT);
+    return warmth;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)

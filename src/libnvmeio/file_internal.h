@@ -44,8 +44,9 @@ struct nvmeio_file {
     /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
     _Atomic int64_t bytes_max;
 
-    /* How many ranges in a row the page cache had nothing of. Relaxed, too. */
-    _Atomic unsigned cold_ranges;
+    /* How many small ranges in a row the page cache had whole, or less than 0: had not.
+     * Relaxed, too. */
+    _Atomic int alike;
     /* nvmeio_file_has_byte() says no until then. Relaxed, too. */
     _Atomic int64_t cold_until_ns;
 
