@@ -47,7 +47,9 @@ _HEADER_BYTES_MAX = 10_000
 # encoding, and the most bytes that this uses for a character.
 _VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
 
-# The most bytes from the beginning of a file to the end of its header.
+# How much of a file is read first, and the most bytes from its beginning to the end of its
+# header.
+_HEAD_BYTES = 4096
 _HEAD_BYTES_MAX = 12 + 4 * _HEADER_BYTES_MAX
 
 # In CPython up to 3.11 all threads share the counter of ast's recursion depth
@@ -91,8 +93,8 @@ def has_magic(file: File, offset: int = 0) -> bool:
 
 def read_layout(file: File) -> Layout:
     """Read the header of a .npy file, while no append changes it."""
-    with naming(file.path), header_for_reading(file) as stream:
-        head, size = io.BytesIO(stream.read(_HEAD_BYTES_MAX)), file.size
+    with naming(file.path), header_for_reading(file) as descriptor:
+        head, size = io.BytesIO(_read_head(descriptor)), file.size
     try:
         shape, fortran, dtype = _read_header(head)
         extents = extents_of(shape)
@@ -113,6 +115,18 @@ def read_layout(file: File) -> Layout:
     layout = Layout(dtype, extents, head.tell(), fortran)
     check_size(file.path, size, layout)
     return layout
+
+
+def _read_head(descriptor: int) -> bytes:
+    """Read the bytes before the data, and some more."""
+    head = os.pread(descriptor, _HEAD_BYTES, 0)
+    # Nearly all headers are short.
+    version = (head[6], head[7]) if len(head) > 7 else (0, 0)
+    width = _VERSIONS[version][0] if version in _VERSIONS else 0
+    end = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+    if end <= _HEAD_BYTES:
+        return head
+    return os.pread(descriptor, min(end, _HEAD_BYTES_MAX), 0)
 
 
 def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

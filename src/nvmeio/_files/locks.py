@@ -10,7 +10,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator
-from typing import IO, Protocol
+from typing import Protocol
 
 from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
@@ -176,13 +176,13 @@ def locked_header(descriptor: int, kind: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def header_for_reading(file: HasFileno) -> Iterator[IO[bytes]]:
-    """Lock a file's header for reading; yield the file, opened anew."""
+def header_for_reading(file: HasFileno) -> Iterator[int]:
+    """Lock a file's header for reading; yield a descriptor of the file, opened anew."""
     with (
-        open(f"/proc/self/fd/{file.fileno()}", "rb") as stream,
-        locked_header(stream.fileno(), fcntl.F_RDLCK),
+        opened(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY) as descriptor,
+        locked_header(descriptor, fcntl.F_RDLCK),
     ):
-        yield stream
+        yield descriptor
 
 
 def _lock_first_byte(descriptor: int, kind: int) -> None:
