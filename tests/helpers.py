@@ -164,6 +164,18 @@ def warm_pages(path, pages):
             os.pread(file.fileno(), PAGE, page * PAGE)
 
 
+def is_mapped(tensor, path):
+    """Return whether the memory of a tensor or an array is a map of a file."""
+    address = tensor.ctypes.data if hasattr(tensor, "ctypes") else tensor.data_ptr()
+    with open("/proc/self/maps") as file:
+        for line in file:
+            first, *_, name = line.split(maxsplit=5)
+            low, high = (int(each, 16) for each in first.split("-"))
+            if low <= address < high:
+                return name.strip() == str(path)
+    return False
+
+
 def descriptors_below(folder):
     """Return the paths of the files below a folder that this process has open."""
     found = []

@@ -12,7 +12,8 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from helpers import MIB, drop, need_direct
 from model_samples import bits_of_all, in_flight
-from nvmeio.safetensors import SafetensorError, _reading, load_sharded, safe_open
+from nvmeio._native.region import FileMap
+from nvmeio.safetensors import SafetensorError, _file, _reading, load_sharded, safe_open
 
 SIZE = 10 * MIB
 CHANGED = r"{} has changed while it was read: it had {} bytes"
@@ -112,9 +113,12 @@ def test_a_change_in_the_middle_is_an_error(
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("read_ahead", [0, 2 * MIB])
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct):
-    with safe_open(path, "np", direct=direct, read_ahead=read_ahead) as file:
+@pytest.mark.parametrize(
+    ("direct", "mapped"), [(True, False), (False, False), (False, True)]
+)
+def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct, mapped):
+    options = {"direct": direct, "mapped": mapped, "read_ahead": read_ahead}
+    with safe_open(path, "np", **options) as file:
         names = file.offset_keys()
         for name in names[:3]:
             file.get_tensor(name)
@@ -130,6 +134,36 @@ def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct):
             with pytest.raises(SafetensorError, match="has changed"):
                 read()
     assert in_flight() == 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["load_file", "load_sharded", "get_tensor"])
+def test_a_change_before_the_tensors_are_mapped_is_an_error(
+    path, monkeypatch, change, when, way
+):
+    """Before or after the map is made, and before any of it is touched."""
+
+    def map_file(*arguments):
+        if when == "before":
+            change(path)
+        made = FileMap(*arguments)
+        if when == "after":
+            change(path)
+        return made
+
+    def load():
+        if way == "load_file":
+            nvmeio.safetensors.numpy.load_file(path, mapped=True)
+        elif way == "load_sharded":
+            load_sharded(path.parent, framework="np", mapped=True)
+        else:
+            with safe_open(path, "np", mapped=True) as file:
+                file.get_tensor("03")
+
+    monkeypatch.setattr(_file, "FileMap", map_file)
+    with pytest.raises(SafetensorError, match="has changed"):
+        load()
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -19,7 +19,7 @@ import safetensors.numpy
 
 import nvmeio
 import nvmeio.safetensors
-from helpers import left_open
+from helpers import PAGE, cool, is_mapped, left_open, need_direct, warm
 from nvmeio.safetensors import _install
 
 ON = {"NVMEIO_SAFETENSORS": "1"}
@@ -434,8 +434,8 @@ class TestTorch:
         with nvmeio.safetensors.install():
             before = moved()
             module.save_model(model, tmp_path / "ours")
+            assert moved() - before > 3600
             assert module.load_model(other, tmp_path / "ours") == (set(), [])
-            assert moved() - before > 7200
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
         assert torch.equal(other[1].weight, model[0].weight)
 
@@ -448,10 +448,75 @@ class TestTorch:
             assert isinstance(file, nvmeio.safetensors.safe_open)
             assert file.get_slice("n")[...].tolist() == [*range(7)]
 
+    @pytest.mark.parametrize("state", ["warm", "all but a page", "cold"])
+    @pytest.mark.parametrize("backend", ["mmap", "pread"])
+    def test_cached_files_are_mapped_where_safetensors_maps(
+        self, tensors, tmp_path, installed, state, backend
+    ):
+        need_direct(tmp_path)
+        path = tmp_path / "file.safetensors"
+        safetensors.torch.save_file(tensors, path)
+        kept = {"warm": None, "all but a page": path.stat().st_size - PAGE, "cold": 0}[
+            state
+        ]
+        options = {"backend": backend}
+
+        def opened(open_file):
+            with open_file as file:
+                return {name: file.get_tensor(name) for name in tensors}
+
+        def by_handle():
+            with path.open("rb") as file:
+                return opened(safetensors._safe_open_handle(file, "pt", **options))
+
+        for read in (
+            lambda: safetensors.torch.load_file(path, **options),
+            lambda: opened(safetensors.safe_open(path, "pt", **options)),
+            lambda: opened(safetensors.safe_open(path, framework="torch", **options)),
+            by_handle,
+        ):
+            warm(path, kept)
+            before = moved()
+            found = read()
+            maps = state == "warm" and backend == "mmap"
+            assert (moved() == before) == maps
+            for name, tensor in tensors.items():
+                assert is_mapped(found[name], path) == maps
+                assert found[name].equal(tensor)
+            # The kernel drops no mapped pages.
+            del found
+
+    def test_a_model_is_loaded_from_a_map_of_a_cached_file(
+        self, torch, tmp_path, installed
+    ):
+        need_direct(tmp_path)
+        model, other = torch.nn.Linear(40, 20), torch.nn.Linear(40, 20)
+        safetensors.torch.save_model(model, tmp_path / "file")
+        for kept in (None, 0):
+            warm(tmp_path / "file", kept)
+            before = moved()
+            safetensors.torch.load_model(other, tmp_path / "file")
+            assert (moved() == before) == (kept is None)
+            assert torch.equal(model.weight, other.weight)
+
+    def test_arrays_are_copies_of_cached_files_too(self, tmp_path, installed):
+        """As safetensors' own: a change of the file does not reach them."""
+        path = tmp_path / "file"
+        safetensors.numpy.save_file(ARRAYS, path)
+        warm(path)
+        found = safetensors.numpy.load_file(path)
+        with safetensors.safe_open(path, "np") as file:
+            others = {name: file.get_tensor(name) for name in ARRAYS}
+        path.write_bytes(bytes(path.stat().st_size))
+        same(found)
+        same(others)
+
     def test_torch_load_reads_with_nvmeio(self, torch, tensors, tmp_path, installed):
         """torch 2.13 passes model files to safetensors."""
         path = tmp_path / "file.safetensors"
-        safetensors.torch.save_file(tensors, path)
+        nvmeio.safetensors.torch.save_file(tensors, path)
+        need_direct(tmp_path)
+        cool(path)
         before = moved()
         try:
             found = torch.load(path)
@@ -555,6 +620,17 @@ assert not ours(safetensors.safe_open)
 
 
 class TestEnvironment:
+    def test_cached_files_are_mapped(self, tmp_path):
+        pytest.importorskip("torch")
+        safetensors.numpy.save_file(ARRAYS, tmp_path / "a_model")
+        code = """
+import safetensors.torch
+tensors = safetensors.torch.load_file("a_model")
+with open("/proc/self/maps") as file:
+    assert "a_model" in file.read()
+"""
+        run_well(code, ON, cwd=tmp_path)
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [

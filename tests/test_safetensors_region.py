@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from children import run_with_faults
-from helpers import MIB, PAGE
-from nvmeio._native.region import Region
+from helpers import MIB, PAGE, fork
+from nvmeio._native.region import FileMap, Region
 
 HUGE = 2 << 20
 
@@ -188,3 +189,35 @@ def test_parts_die_in_several_threads():
 )
 def test_a_lack_of_memory_is_an_error(fault, said):
     assert run_with_faults("populate", f"madvise:error={fault}").report == said
+
+
+def test_a_file_map_is_private_writable_and_inherited(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(250)) * 40)
+    with open(path, "rb") as file:
+        mapped = FileMap(file.fileno(), 10000, str(path))
+    assert mapped.nbytes == 10000
+    whole, part = np.frombuffer(mapped, np.uint8), over(mapped, 5000, 10000)
+    del mapped
+    assert whole.tobytes() == path.read_bytes()
+    part[:] = 3
+    assert (whole[5000:] == 3).all()
+    assert path.read_bytes() == bytes(range(250)) * 40
+
+    def child():
+        assert (part == 3).all()
+        whole[:] = 9
+
+    assert os.waitpid(fork(child), 0)[1] == 0
+    assert (whole[5000:] == 3).all()
+
+
+def test_a_map_that_cannot_be_made_is_an_error(tmp_path):
+    with open(tmp_path / "file", "wb+") as file:
+        with pytest.raises(MemoryError, match="the system cannot map"):
+            FileMap(file.fileno(), 1 << 60)
+        with pytest.raises(ValueError, match="nbytes is 0"):
+            FileMap(file.fileno(), 0)
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        FileMap(1 << 30, PAGE, "a name")
+    assert caught.value.filename == "a name"

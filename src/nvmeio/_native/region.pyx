@@ -1,18 +1,18 @@
-"""One mapping for many tensors, whose pages are returned to the system as tensors die.
+"""Mappings that many tensors share: a Region of new memory, and a FileMap of a file.
 
-It is separate from the pool, because a model may be larger than the pool's limit.
+They are separate from the pool, because a model may be larger than the pool's limit.
 """
 
 import errno
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
-from libc.errno cimport EAGAIN, EINTR
+from libc.errno cimport EAGAIN, EINTR, ENOMEM
 from libc.errno cimport errno as c_errno
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from nvmeio._native.errors cimport reason_of
+from nvmeio._native.errors cimport check, reason_of
 
 cdef extern from "<sys/mman.h>" nogil:
     """
@@ -32,6 +32,49 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     PAGE = 4096
     HUGE = 2 << 20
+
+
+# A FileMap is part of no cycle.
+@cython.no_gc
+@cython.final
+cdef class FileMap:
+    """A private, writable map of the first bytes of a file.
+
+    Exports them as a buffer.  What is written there stays in this process.  The map lives
+    until its last view dies, and needs no descriptor.
+    """
+
+    cdef char *mapped
+    cdef readonly Py_ssize_t nbytes
+
+    def __cinit__(self, int descriptor, Py_ssize_t nbytes, path=None):
+        if nbytes < 1:
+            raise ValueError(f"nbytes is {nbytes}; it must be at least 1")
+        cdef int error = 0
+        cdef void *found
+        with nogil:
+            # Without MAP_NORESERVE, Linux refuses a file that is larger than the memory.
+            found = mmap(
+                NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                descriptor, 0,
+            )
+            if found == MAP_FAILED:
+                error = c_errno
+        if error == ENOMEM:
+            raise MemoryError(f"out of memory: the system cannot map {nbytes} bytes")
+        check(-error, path)
+        self.mapped, self.nbytes = <char *> found, nbytes
+
+    def __dealloc__(self):
+        if self.mapped != NULL:
+            munmap(self.mapped, self.nbytes)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.mapped, self.nbytes, 0, flags)
+
+    def span(self, Py_ssize_t begin, Py_ssize_t end):
+        """Return a part; parts may overlap."""
+        return memoryview(self)[begin:end]
 
 
 # A Region is part of no cycle, and must still be intact when its last Span dies.

@@ -1,32 +1,61 @@
-"""An open safetensors file and its header."""
+"""An open safetensors file, its header, and its map if it is mapped."""
 
 import errno
 import os
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.checks import direct_choice, path_of
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
+from nvmeio._native.region import FileMap
+from nvmeio._native.system_calls import cached_fraction
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._header import LENGTH_BYTES, Layout, header_bytes, parse
 
-__all__ = ["Direct", "ModelFile"]
+__all__ = ["Direct", "Mapped", "ModelFile", "mapped_choice"]
 
 Direct = bool | Literal["auto"]
+Mapped = bool | Literal["auto"]
 
 # How much the first read takes, which includes the whole of most headers.
 FIRST_BYTES = 64 << 10
 
 
-class ModelFile:
-    """An open safetensors file and its parsed header."""
+def mapped_choice(mapped: Any, direct: Direct, out: Any = None) -> Mapped:
+    """Return whether to map, or raise TypeError or ValueError."""
+    mapped = cast("Mapped", direct_choice("mapped", mapped))
+    past = direct_choice("direct", direct) is True
+    if mapped is True and (past or out is not None):
+        other = "direct is True" if past else "out has tensors to read into"
+        raise ValueError(f"mapped is True, but {other}; pass only one of the two")
+    return False if past or out is not None else mapped
 
-    def __init__(self, filename: str | os.PathLike[str], direct: Direct = "auto") -> None:
+
+class ModelFile:
+    """An open safetensors file and its parsed header.
+
+    With ``mapped=True`` the file is mapped; with "auto", if the page cache has all of it.
+    """
+
+    map: FileMap | None = None
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        direct: Direct = "auto",
+        mapped: Mapped = False,
+    ) -> None:
         self.path = cast("str", path_of(filename))
         self.file = File(self.path, direct=direct)
         try:
             self.before = os.fstat(self.file.fileno())
+            size = self.before.st_size
+            if mapped == "auto":
+                # Before the header is read, which brings small files to the page cache.
+                mapped = cached_fraction(self.file.fileno(), 0, size) == 1
             self.layout = self._read_header()
+            if mapped and self.layout.data_bytes:
+                self.map = FileMap(self.file.fileno(), size, self.path)
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nvmeio._native.region import Region
+from nvmeio._native.region import FileMap, Region
 from nvmeio.safetensors._dtypes import (
     framework_shape,
     numpy_dtype,
@@ -31,9 +31,14 @@ class Framework(Protocol):
         """Return the framework's shape for one of a header."""
 
     def over(
-        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+        self,
+        region: Region | FileMap,
+        begin: int,
+        nbytes: int,
+        dtype: Any,
+        shape: tuple[int, ...],
     ) -> Any:
-        """Make a tensor over part of a region, and keep the region alive."""
+        """Make a tensor over part of a region, which it keeps alive; a copy on a device."""
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make a new tensor."""
@@ -61,7 +66,12 @@ class NumPy:
         return shape
 
     def over(
-        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+        self,
+        region: Region | FileMap,
+        begin: int,
+        nbytes: int,
+        dtype: Any,
+        shape: tuple[int, ...],
     ) -> Any:
         span: Any = region.span(begin, begin + nbytes)
         return np.frombuffer(span, dtype).reshape(shape)
@@ -101,10 +111,16 @@ class Torch:
         return framework_shape(dtype, shape)
 
     def over(
-        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+        self,
+        region: Region | FileMap,
+        begin: int,
+        nbytes: int,
+        dtype: Any,
+        shape: tuple[int, ...],
     ) -> Any:
         span = region.span(begin, begin + nbytes)
-        return self.torch.frombuffer(span, dtype=dtype).view(shape)
+        made = self.torch.frombuffer(span, dtype=dtype).view(shape)
+        return made if self.on_host else made.to(self.device)
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         return self.torch.empty(shape, dtype=dtype, device=self.device)

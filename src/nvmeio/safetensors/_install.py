@@ -36,7 +36,8 @@ MODULES = {
 # Names that are not replaced, but must exist.
 KEPT = {"safetensors": ("SafetensorError", "TensorSpec")}
 
-FRAMEWORKS = ("pt", "torch", "pytorch", "np", "numpy")
+TORCH = ("pt", "torch", "pytorch")
+FRAMEWORKS = (*TORCH, "np", "numpy")
 ON = ("1", "true", "yes", "on")
 
 _lock = threading.RLock()
@@ -99,6 +100,10 @@ def install() -> Installation:
     torch is installed, ``safetensors.torch``; also in modules that have imported them by
     name.  safetensors' other functions call these, so they use nvmeio too.  ``safe_open``
     still passes frameworks other than numpy and torch to safetensors.
+
+    Torch tensors of a file that the page cache has whole are mapped, as by safetensors; see
+    `mapped` of ``load_file``.  Other files are read.  safetensors copies what it returns to
+    numpy or with ``backend="pread"``, so these files are read too.
 
     Saving to a symbolic link replaces the link, as safetensors does, because the links in
     the cache of the Hugging Face Hub lead to files that must not change.
@@ -258,7 +263,7 @@ def _stand_in(ours: ModuleType, name: str, theirs: Any) -> Any:
         return _opening_handle(mine, theirs)
     if name in ("save_file", "serialize_file", "save_model"):
         return _replacing_links(mine)
-    return _calling(mine)
+    return _calling(mine, "np" if ours.__name__ == "nvmeio.safetensors.numpy" else "pt")
 
 
 class _Opening(type):
@@ -269,6 +274,7 @@ class _Opening(type):
     def __call__(cls, filename: Any, framework: Any, *args: Any, **options: Any) -> Any:
         """Open a file with nvmeio, or with safetensors for frameworks that nvmeio lacks."""
         if framework in FRAMEWORKS or not isinstance(framework, str):
+            options = _mapping(framework, options)
             return super().__call__(filename, framework, *args, **options)
         return cls.theirs(filename, framework, *args, **options)
 
@@ -289,18 +295,25 @@ def _opening_handle(mine: Callable[..., Any], theirs: Callable[..., Any]) -> Any
 
     @functools.wraps(mine)
     def opening(f: Any, framework: Any, *args: Any, **options: Any) -> Any:
-        use = mine if framework in FRAMEWORKS else theirs
-        return use(f, framework, *args, **options)
+        if framework in FRAMEWORKS:
+            return mine(f, framework, *args, **_mapping(framework, options))
+        return theirs(f, framework, *args, **options)
 
     return opening
 
 
-def _calling(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper, so that the stand-in is a different object."""
+def _mapping(framework: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with which cached files are mapped where safetensors maps files."""
+    maps = framework in TORCH and options.get("backend", "mmap") == "mmap"
+    return {"mapped": "auto", **options} if maps else options
+
+
+def _calling(load: Callable[..., Any], framework: str) -> Callable[..., Any]:
+    """Return a stand-in for load_file or load_model."""
 
     @functools.wraps(load)
     def calling(*args: Any, **options: Any) -> Any:
-        return load(*args, **options)
+        return load(*args, **_mapping(framework, options))
 
     return calling
 

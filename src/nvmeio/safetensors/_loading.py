@@ -77,6 +77,62 @@ def load(
     out: Mapping[Any, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[Any, Any]:
+    """Return tensors: read into their own memory or into those of `out`, or mapped."""
+    if out is None and any(each.file.map is not None for each in chosen):
+        return _mapped(chosen, framework, progress)
+    return _read(chosen, framework, out, progress)
+
+
+def _mapped(
+    chosen: Sequence[Wanted], framework: Framework, progress: Progress | None
+) -> dict[Any, Any]:
+    """Make tensors over the maps of their files, and read those that cannot be mapped."""
+    # Touching a page beyond the end of a truncated file would kill the process.
+    for file in {each.file: None for each in chosen}:
+        file.check_unchanged()
+    made = {}
+    rest = []
+    for each in chosen:
+        start = _start(each)
+        # Parts in several runs are copies.  Torch requires aligned elements, as below.
+        if (
+            each.file.map is not None
+            and each.nbytes
+            and (each.offsets is None or len(each.offsets) == 1)
+            and start % max(1, BITS[each.tensor.dtype] // 8) == 0
+        ):
+            made[each.key] = framework.over(
+                each.file.map, start, each.nbytes, each.dtype, each.shape
+            )
+        else:
+            rest.append(each)
+    report = progress
+    if progress is not None:
+        total = sum(each.nbytes for each in chosen)
+        before = total - sum(each.nbytes for each in rest)
+        if before:
+            progress(before, total)
+
+        def report(done: int, _: int) -> None:
+            progress(before + done, total)
+
+    if rest:
+        made |= _read(rest, framework, None, report)
+    return {each.key: made[each.key] for each in chosen}
+
+
+def _start(each: Wanted) -> int:
+    """Return where the first byte is in the file."""
+    low = 0 if each.offsets is None or not each.nbytes else int(each.offsets[0])
+    return each.file.offset(each.tensor.begin) + low
+
+
+def _read(
+    chosen: Sequence[Wanted],
+    framework: Framework,
+    out: Mapping[Any, Any] | None,
+    progress: Progress | None,
+) -> dict[Any, Any]:
     """Read tensors, each into its own memory, or into the tensors of `out`."""
     if out is None and framework.on_host:
         alone = len(chosen) == 1 and chosen[0].offsets is None and progress is None
@@ -88,10 +144,9 @@ def load(
 
 def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
     """Read a small tensor in the calling thread."""
-    start = each.file.layout.data_start + each.tensor.begin
     made = framework.empty(each.dtype, each.shape)
     try:
-        default_handle().read(made, each.file.file, start)
+        default_handle().read(made, each.file.file, _start(each))
     except OSError as error:
         raise each.file.explained(error) from error
     each.file.check_unchanged()
@@ -183,13 +238,9 @@ def _records(
     """Return the records, where each tensor begins in memory, the total size, the phase."""
     numbers = {file: number for number, file in enumerate(files)}
     file = np.array([numbers[each.file] for each in full], np.int64)
-    start = np.array(
-        [each.file.layout.data_start + each.tensor.begin for each in full], np.int64
-    )
+    start = np.array([each.file.offset(each.tensor.begin) for each in full], np.int64)
     nbytes = np.array([each.nbytes for each in full], np.int64)
-    first = start + np.array(
-        [0 if each.offsets is None else int(each.offsets[0]) for each in full], np.int64
-    )
+    first = np.array([_start(each) for each in full], np.int64)
     begins, total, phase = place(file, first, nbytes)
     opened = [each.file for each in files]
     if all(each.offsets is None for each in full):
@@ -246,11 +297,9 @@ def _into(
 
     def begun() -> Iterator[Read]:
         for each in full:
-            start = each.file.layout.data_start + each.tensor.begin
             if each.offsets is None or len(each.offsets) == 1:
-                low = 0 if each.offsets is None else int(each.offsets[0])
                 items = whole.setdefault(each.file, [])
-                items.append((made[each.key], each.file.file, start + low))
+                items.append((made[each.key], each.file.file, _start(each)))
                 sizes[each.file] = sizes.get(each.file, 0) + each.nbytes
                 if progress is not None and sizes[each.file] >= CHUNK_BYTES:
                     yield submit(each.file)
@@ -258,7 +307,7 @@ def _into(
             size = each.nbytes // len(each.offsets)
             request = handle.submit_gather(
                 each.file.file,
-                start + each.offsets,
+                each.file.offset(each.tensor.begin) + each.offsets,
                 size,
                 made[each.key],
                 max_gap=max_gap(size),

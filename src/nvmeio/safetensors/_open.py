@@ -11,7 +11,7 @@ from nvmeio._arguments.checks import shown, whole
 from nvmeio._events.forks import call_in_child
 from nvmeio.safetensors._dtypes import BITS
 from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import Direct, ModelFile
+from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio.safetensors._frameworks import Framework, framework_of
 from nvmeio.safetensors._header import Layout, Tensor
 from nvmeio.safetensors._loading import Loading, Wanted, load, look_up, wanted
@@ -81,9 +81,9 @@ class safe_open:  # noqa: N801
     device : str, int or torch.device, default "cpu"
         The device of torch tensors.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted for compatibility; files are never mapped.  As in safetensors, it selects
-        the rules for indices of slices with torch: torch's own ("mmap"), or those of
-        safetensors ("pread").
+        As in safetensors, it selects the rules for indices of slices with torch: torch's
+        own ("mmap"), or those of safetensors ("pread").  Whether the file is mapped depends
+        on `mapped` alone.
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache.  "auto": for what it does not have.  True:
         always, which fails if the file system lacks O_DIRECT.  False: never.
@@ -92,6 +92,10 @@ class safe_open:  # noqa: N801
         taken yet.  0 turns it off.  Read-ahead begins once whole tensors are read in the
         order of the file.  Its window begins with 1 MiB or two tensors, and doubles with
         each tensor.
+    mapped : {False, True, "auto"}, default False
+        Whether to map the file instead of reading it, as for ``load_file``; "auto": if the
+        page cache has all of it when it is opened, and `direct` is not True.  Parts in one
+        run of bytes, such as rows, are mapped too; others are read.
 
     Raises
     ------
@@ -106,8 +110,8 @@ class safe_open:  # noqa: N801
     Notes
     -----
     Thread-safe.  A forked child can use the file too; it starts without read-ahead.  Each
-    tensor has its own memory, independent of the file.  If the file's size or modification
-    time changes while tensors are read, a SafetensorError is raised.
+    tensor has its own memory, independent of the file, unless it is mapped.  If the file's
+    size or modification time changes while tensors are read, a SafetensorError is raised.
 
     Examples
     --------
@@ -129,6 +133,7 @@ class safe_open:  # noqa: N801
         backend: Literal["mmap", "pread"] = "mmap",
         direct: Direct = "auto",
         read_ahead: int = 256 << 20,
+        mapped: Mapped = False,
     ) -> None:
         check_backend(backend)
         self._read_ahead = whole("read_ahead", read_ahead, 0, READ_AHEAD_MAX)
@@ -138,7 +143,10 @@ class safe_open:  # noqa: N801
             raise TypeError(f"argument 'framework': {kind} is not an instance of 'str'")
         self._framework = framework_of(framework, device)
         self._rules = rules_of(self._framework, backend)
-        self._file: ModelFile | None = ModelFile(filename, direct)
+        mapped = mapped_choice(mapped, direct)
+        self._file: ModelFile | None = ModelFile(filename, direct, mapped)
+        if self._file.map is not None:
+            self._read_ahead = 0
         self._places = {
             tensor.name: place for place, tensor in enumerate(self._file.layout.tensors)
         }
@@ -238,7 +246,7 @@ class safe_open:  # noqa: N801
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            The tensor, in its own memory.
+            The tensor, in its own memory unless mapped.
 
         Raises
         ------
@@ -528,7 +536,7 @@ class TensorSlice:
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            The part, in its own memory.
+            The part, in its own memory unless mapped.
 
         Raises
         ------
@@ -546,9 +554,11 @@ def _safe_open_handle(
     device: Any = "cpu",
     *,
     backend: Literal["mmap", "pread"] = "mmap",
+    mapped: Mapped = False,
 ) -> safe_open:
     """Open a safetensors file that Python has open; safetensors has this function too."""
-    return safe_open(f"/proc/self/fd/{f.fileno()}", framework, device, backend=backend)
+    path = f"/proc/self/fd/{f.fileno()}"
+    return safe_open(path, framework, device, backend=backend, mapped=mapped)
 
 
 def _begin_anew() -> None:

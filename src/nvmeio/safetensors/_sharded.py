@@ -18,7 +18,7 @@ from nvmeio._files.paths import synced_folder
 from nvmeio.files import replace_file
 from nvmeio.safetensors._dtypes import torch_module
 from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import Direct, ModelFile
+from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio.safetensors._frameworks import framework_of
 from nvmeio.safetensors._header import build
 from nvmeio.safetensors._loading import Wanted, load
@@ -51,6 +51,7 @@ def load_sharded(
     device: Any = "cpu",
     progress: Progress | None = None,
     direct: Direct = "auto",
+    mapped: Mapped = False,
 ) -> dict[str, Any]:
     """Read a model in several files, or some of its tensors, in one submission.
 
@@ -76,11 +77,14 @@ def load_sharded(
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache.  "auto": for what it does not have.  True:
         always, which fails if the file system lacks O_DIRECT.  False: never.
+    mapped : {False, True, "auto"}, default False
+        Whether to map the files instead of reading them, as for ``load_file``; "auto"
+        decides for each file.  Slices of rows are mapped too, other slices are read.
 
     Returns
     -------
     dict of str to torch.Tensor or numpy.ndarray
-        The tensors, each in its own memory; with `out`, its tensors.
+        The tensors, each in its own memory unless mapped; with `out`, its tensors.
 
     Raises
     ------
@@ -115,6 +119,7 @@ def load_sharded(
     check_progress(progress)
     if not isinstance(slices, (Mapping, type(None))):
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
+    mapped = mapped_choice(mapped, direct, out)
     kind = framework_of(framework, device)
     rules = rules_of(kind, "mmap")
     places = _places(os.fsdecode(path_of(folder_or_index)))
@@ -151,7 +156,7 @@ def load_sharded(
         with ExitStack() as stack:
             chosen = []
             for path in paths[low : low + FILES_MAX]:
-                chosen += choose(path, stack.enter_context(_opened(path, direct)))
+                chosen += choose(path, stack.enter_context(_opened(path, direct, mapped)))
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:
@@ -163,9 +168,9 @@ def load_sharded(
 
 
 @contextlib.contextmanager
-def _opened(path: str, direct: Direct) -> Iterator[ModelFile]:
+def _opened(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
     with _naming(path):
-        file = ModelFile(path, direct)
+        file = ModelFile(path, direct, mapped)
     try:
         yield file
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nvmeio._arguments.checks import shown
-from nvmeio.safetensors._file import Direct, ModelFile
+from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio.safetensors._frameworks import Framework
 from nvmeio.safetensors._loading import load, wanted
 from nvmeio.safetensors._reading import Progress, check_progress
@@ -21,14 +21,15 @@ def load_file(
     out: Mapping[str, Any] | None,
     progress: Progress | None,
     direct: Direct,
+    mapped: Mapped,
 ) -> dict[str, Any]:
-    """Read all or some tensors of a file, in the order of the file."""
+    """Read or map all or some tensors of a file, in the order of the file."""
     if isinstance(names, str) or not isinstance(names, Iterable | None):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
     if not isinstance(out, Mapping | None):
         raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
     check_progress(progress)
-    file = ModelFile(filename, direct)
+    file = ModelFile(filename, direct, mapped_choice(mapped, direct, out))
     try:
         if out is not None and names is None:
             names = list(out)

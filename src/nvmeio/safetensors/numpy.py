@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from nvmeio._arguments.checks import refuse_masked
 from nvmeio.safetensors._dtypes import header_dtype, numpy_dtype
-from nvmeio.safetensors._file import Direct
+from nvmeio.safetensors._file import Direct, Mapped
 from nvmeio.safetensors._frameworks import NumPy
 from nvmeio.safetensors._open import check_backend, safe_open
 from nvmeio.safetensors._reading import Progress
@@ -220,6 +220,7 @@ def load_file(
     out: Mapping[str, Array] | None = None,
     progress: Progress | None = None,
     direct: Direct = "auto",
+    mapped: Mapped = False,
 ) -> dict[str, Array]:
     """Read the arrays of a file.
 
@@ -228,7 +229,7 @@ def load_file(
     filename : str or os.PathLike
         The file to read.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted for compatibility, without effect; files are never mapped.
+        Accepted for compatibility, without effect; `mapped` decides.
     names : iterable of str, optional
         The arrays to read; by default all, or those of `out`.
     out : dict of str to numpy.ndarray, optional
@@ -238,6 +239,9 @@ def load_file(
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache.  "auto": for what it does not have.  True:
         always, which fails if the file system lacks O_DIRECT.  False: never.
+    mapped : {False, True, "auto"}, default False
+        Whether to map the file instead of reading it; see Notes.  "auto": if the page cache
+        has all of it, `direct` is not True and `out` is None.
 
     Returns
     -------
@@ -255,12 +259,13 @@ def load_file(
     AttributeError
         numpy lacks a dtype (float8, float4); nothing was read.
     TypeError, ValueError
-        `out` does not fit, or numpy lacks bfloat16, which needs ml_dtypes; nothing was
-        read.
+        `out` does not fit, `mapped` is True with `out` or ``direct=True``, or numpy lacks
+        bfloat16, which needs ml_dtypes; nothing was read.
 
     Notes
     -----
-    Releases the GIL while it waits.
+    Releases the GIL while it waits.  Mapped arrays are writable, and behave as the mapped
+    tensors of ``nvmeio.safetensors.torch.load_file``.
 
     Examples
     --------
@@ -271,5 +276,11 @@ def load_file(
     """
     check_backend(backend)
     return _load_file(
-        filename, NumPy(), names=names, out=out, progress=progress, direct=direct
+        filename,
+        NumPy(),
+        names=names,
+        out=out,
+        progress=progress,
+        direct=direct,
+        mapped=mapped,
     )

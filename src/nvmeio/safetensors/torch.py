@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_dtype, header_shape
-from nvmeio.safetensors._file import Direct
+from nvmeio.safetensors._file import Direct, Mapped
 from nvmeio.safetensors._frameworks import Torch
 from nvmeio.safetensors._open import check_backend, safe_open
 from nvmeio.safetensors._reading import Progress
@@ -266,6 +266,7 @@ def load_file(
     out: Mapping[str, torch.Tensor] | None = None,
     progress: Progress | None = None,
     direct: Direct = "auto",
+    mapped: Mapped = False,
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a file.
 
@@ -276,7 +277,7 @@ def load_file(
     device : str, int or torch.device, default "cpu"
         The device of the tensors.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted for compatibility, without effect; files are never mapped.
+        Accepted for compatibility, without effect; `mapped` decides.
     names : iterable of str, optional
         The tensors to read; by default all, or those of `out`.
     out : dict of str to torch.Tensor, optional
@@ -286,6 +287,9 @@ def load_file(
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache.  "auto": for what it does not have.  True:
         always, which fails if the file system lacks O_DIRECT.  False: never.
+    mapped : {False, True, "auto"}, default False
+        Whether to map the file instead of reading it; see Notes.  "auto": if the page cache
+        has all of it, `direct` is not True and `out` is None.
 
     Returns
     -------
@@ -304,11 +308,19 @@ def load_file(
     AttributeError
         This version of torch lacks a dtype; nothing was read.
     TypeError, ValueError
-        `out` does not fit; nothing was read.
+        `out` does not fit, or `mapped` is True with `out` or ``direct=True``; nothing was
+        read.
 
     Notes
     -----
     Releases the GIL while it waits.
+
+    Mapped tensors share one private map of the file, as those of safetensors do.  What is
+    written to them stays in this process.  The map lives as long as one of them.  Pages
+    that were not written show what others write to the file, and touching a page that the
+    file no longer has, or that cannot be read, kills the process (SIGBUS).  A tensor whose
+    address would not be a multiple of its element size is read instead.  With another
+    `device` the tensors are copied from the map.
 
     Examples
     --------
@@ -320,7 +332,13 @@ def load_file(
     """
     check_backend(backend)
     return _load_file(
-        filename, Torch(device), names=names, out=out, progress=progress, direct=direct
+        filename,
+        Torch(device),
+        names=names,
+        out=out,
+        progress=progress,
+        direct=direct,
+        mapped=mapped,
     )
 
 
@@ -383,6 +401,7 @@ def load_model(
     device: str | int | torch.device = "cpu",
     *,
     backend: Literal["mmap", "pread"] = "mmap",
+    mapped: Mapped = False,
 ) -> tuple[set[str], list[str]]:
     """Read the state of a model from a file that ``save_model`` wrote.
 
@@ -397,7 +416,10 @@ def load_model(
     device : str, int or torch.device, default "cpu"
         The device to read the tensors to, before they are copied to the model.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted for compatibility, without effect.
+        Accepted for compatibility, without effect; `mapped` decides.
+    mapped : {False, True, "auto"}, default False
+        Whether to copy to the model from a map of the file, which needs no memory for a
+        second copy.  As for ``load_file``.
 
     Returns
     -------
@@ -424,7 +446,7 @@ def load_model(
     >>> torch.equal(model.weight, other.weight)
     True
     """
-    state = load_file(filename, device=device, backend=backend)
+    state = load_file(filename, device=device, backend=backend, mapped=mapped)
     shared = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
     lacking, unexpected = model.load_state_dict(state, strict=False)
     missing = set(lacking)
