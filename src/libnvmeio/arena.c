@@ -10,27 +10,31 @@
 
 int nvmeio_arena_open(struct nvmeio_arena *arena, size_t bytes)
 {
-    size_t mapped_bytes = bytes + HUGE_BYTES;
-    void *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
+    size_t spare = bytes < HUGE_BYTES ? 0 : HUGE_BYTES;
+    char *mapped = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
     if (mapped == MAP_FAILED)
         return -ENOMEM;
+    size_t head = spare ? -(uintptr_t)mapped % HUGE_BYTES : 0;
     *arena = (struct nvmeio_arena){
-        .memory = (char *)mapped + -(uintptr_t)mapped % HUGE_BYTES,
+        .memory = mapped + head,
+        .bytes = bytes,
         .units = bytes / NVMEIO_ARENA_UNIT_BYTES,
         .idle = bytes / NVMEIO_ARENA_UNIT_BYTES,
-        .mapped = mapped,
-        .mapped_bytes = mapped_bytes,
     };
+    if (head > 0)
+        munmap(mapped, head);
+    if (spare > head)
+        munmap(arena->memory + bytes, spare - head);
     madvise(arena->memory, bytes, MADV_HUGEPAGE);
     return 0;
 }
 
 void nvmeio_arena_close(struct nvmeio_arena *arena)
 {
-    if (arena->mapped)
-        munmap(arena->mapped, arena->mapped_bytes);
+    if (arena->memory)
+        munmap(arena->memory, arena->bytes);
 }
 
 /* The first unit from `unit` on that is used, or that is not; arena->units if there is
@@ -88,6 +92,6 @@ void nvmeio_arena_give(struct nvmeio_arena *arena, const void *address, size_t b
 void nvmeio_arena_rest(struct nvmeio_arena *arena)
 {
     if (arena->touched)
-        madvise(arena->memory, arena->units * NVMEIO_ARENA_UNIT_BYTES, MADV_DONTNEED);
+        madvise(arena->memory, arena->bytes, MADV_DONTNEED);
     arena->touched = false;
 }

@@ -15,11 +15,9 @@
 
 struct nvmeio_arena {
     char *memory; /* untouched until it is first used; in huge pages if there are any */
-    size_t units, idle;
+    size_t bytes, units, idle;
     bool touched;
     uint64_t used[NVMEIO_ARENA_UNITS_MAX / 64]; /* one bit a unit */
-    void *mapped;
-    size_t mapped_bytes;
 };
 
 /* Map an arena of at most NVMEIO_ARENA_BYTES_MAX. Returns 0 or -ENOMEM. */

@@ -3,6 +3,7 @@
  * Small copies use the caches, because their data is likely to be there and to be used
  * soon. Large ones bypass them. The kernels are in copy_x86.c and copy_neon.c. */
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -107,17 +108,22 @@ static void copy_large(char *target, const char *source, size_t size)
     }
 }
 
-/* The size of the cache that this processor's cores share, or 0. */
+/* The size of the cache that this processor's cores share, or 0. Reading a file is a
+ * cancellation point, and changes errno; a copy is and does neither. */
 static size_t near_cache_bytes(void)
 {
-    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    int cancelling, error = errno;
     size_t kib = 0;
 
-    if (!file)
-        return 0;
-    if (fscanf(file, "%zuK", &kib) != 1)
-        kib = 0;
-    fclose(file);
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
+    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    if (file) {
+        if (fscanf(file, "%zuK", &kib) != 1)
+            kib = 0;
+        fclose(file);
+    }
+    pthread_setcancelstate(cancelling, NULL);
+    errno = error;
     return kib << 10;
 }
 

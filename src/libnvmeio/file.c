@@ -8,7 +8,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <linux/fs.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,10 +50,9 @@ struct cachestat_result {
 #define WARMTH_BYTES ((size_t)1 << 20)
 #define WARMTH_SAMPLES 16u
 
-/* After so many small ranges in a row that were cached, or that were not, one of a few
- * is looked up. */
-#define ALIKE 16
-#define ALIKE_A_LOOK 8
+/* After so many small ranges in a row that were cold, one of a few is looked up. */
+#define COLD_RANGES 16u
+#define COLD_RANGES_A_LOOK 8u
 
 /* For so long after a byte was missing, no other one is tried. */
 #define COLD_NS 100000000
@@ -684,23 +682,15 @@ int nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t
     return pages < 0 ? (int)pages : pages == last - first + 1;
 }
 
-bool nvmeio_file_has_byte(struct nvmeio_file *file, int64_t offset)
+/* Whether the page cache has one byte. If not, the kernel reads its page. */
+static bool has_byte(struct nvmeio_file *file, int fd, int64_t offset)
 {
-    bool was_open = atomic_load_explicit(&file->fd, memory_order_acquire) >= 0;
-    int64_t begin_ns = nvmeio_now_ns();
     char byte;
     struct iovec place = {&byte, 1};
-
-    if (begin_ns < atomic_load_explicit(&file->cold_until_ns, memory_order_relaxed) ||
-        !nvmeio_file_try_buffered(file))
-        return false;
-    int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
-    /* Otherwise the kernel would read ahead. */
-    if (!was_open)
-        (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
-    begin_ns = nvmeio_now_ns();
+    int64_t begin_ns = nvmeio_now_ns();
     ssize_t count = preadv2(fd, &place, 1, offset, RWF_NOWAIT);
     int64_t end_ns = nvmeio_now_ns();
+
     /* A virtual drive may have read the page before the call returns. */
     if (count == 1 && end_ns - begin_ns < TRIED_NS)
         return true;
@@ -708,67 +698,87 @@ bool nvmeio_file_has_byte(struct nvmeio_file *file, int64_t offset)
     return false;
 }
 
-/* The same as nvmeio_file_warmth(), if the kernel does not say what is cached. */
-static enum nvmeio_warmth guess_warmth(struct nvmeio_file *file, int64_t offset,
-                                       size_t step, size_t samples)
+bool nvmeio_file_has_bytes(struct nvmeio_file *file, const int64_t *offsets,
+                           size_t count)
 {
-    for (size_t i = 0; i < samples; i++)
-        if (!nvmeio_file_has_byte(file, offset + (int64_t)(i * step + step / 2)))
-            return NVMEIO_COLD;
-    return NVMEIO_HOT;
-}
+    size_t found = 0;
 
-/* Whether a small range need not be looked up, because many in a row were alike. Then
- * *warmth is what they were. */
-static bool is_as_before(struct nvmeio_file *file, enum nvmeio_warmth *warmth)
-{
-    int row = atomic_load_explicit(&file->alike, memory_order_relaxed);
-
-    if (abs(row) < ALIKE)
+    if (nvmeio_now_ns() <
+            atomic_load_explicit(&file->cold_until_ns, memory_order_relaxed) ||
+        !nvmeio_file_try_buffered(file))
         return false;
-    row = abs(row) < INT_MAX ? row + (row > 0 ? 1 : -1) : row > 0 ? ALIKE : -ALIKE;
-    atomic_store_explicit(&file->alike, row, memory_order_relaxed);
-    *warmth = row > 0 ? NVMEIO_HOT : NVMEIO_COLD;
-    return row % ALIKE_A_LOOK != 0;
+    int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
+    /* Otherwise the kernel would read ahead of a missing byte. */
+    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+    while (found < count && has_byte(file, fd, offsets[found]))
+        found++;
+    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
+    return found == count;
 }
 
-static void note_alike(struct nvmeio_file *file, bool is_hot)
+/* The same as nvmeio_file_warmth(), if the kernel does not say what is cached. The
+ * places are other ones each time, because a page that was tried is there the next
+ * time. */
+static enum nvmeio_warmth guess_warmth(struct nvmeio_file *file, int64_t offset,
+                                       size_t size)
 {
-    int row = atomic_load_explicit(&file->alike, memory_order_relaxed);
+    uint64_t random = (uint64_t)nvmeio_now_ns();
+    int64_t places[WARMTH_SAMPLES];
 
-    if ((row > 0) != is_hot)
-        row = 0;
-    if (abs(row) < ALIKE)
-        row += is_hot ? 1 : -1;
-    atomic_store_explicit(&file->alike, row, memory_order_relaxed);
+    for (size_t i = 0; i < WARMTH_SAMPLES; i++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        places[i] = offset + (int64_t)((random >> 33) % size);
+    }
+    return nvmeio_file_has_bytes(file, places, WARMTH_SAMPLES) ? NVMEIO_HOT
+                                                               : NVMEIO_COLD;
+}
+
+/* Whether to look up a small range at all: not always if many in a row were cold. */
+static bool is_worth_a_look(struct nvmeio_file *file)
+{
+    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+
+    if (cold < COLD_RANGES)
+        return true;
+    atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
+    return cold % COLD_RANGES_A_LOOK == 0;
+}
+
+static void note_cold(struct nvmeio_file *file, bool is_cold)
+{
+    unsigned cold = atomic_load_explicit(&file->cold_ranges, memory_order_relaxed);
+
+    if (!is_cold)
+        atomic_store_explicit(&file->cold_ranges, 0, memory_order_relaxed);
+    else if (cold < COLD_RANGES)
+        atomic_store_explicit(&file->cold_ranges, cold + 1, memory_order_relaxed);
 }
 
 enum nvmeio_warmth nvmeio_file_warmth(struct nvmeio_file *file, int64_t offset,
                                       size_t size)
 {
-    size_t samples = size / WARMTH_BYTES + 1, cached = 0;
-    enum nvmeio_warmth warmth;
+    size_t samples = (size + WARMTH_BYTES - 1) / WARMTH_BYTES;
+    enum nvmeio_warmth warmth = NVMEIO_COLD;
 
-    if (samples == 1 && is_as_before(file, &warmth))
-        return warmth;
+    if (samples == 1 && !is_worth_a_look(file))
+        return NVMEIO_COLD;
     if (samples > WARMTH_SAMPLES)
         samples = WARMTH_SAMPLES;
     size_t step = size / samples;
-    for (size_t i = 0; i < samples; i++) {
+    for (size_t i = 0; i < samples && warmth == NVMEIO_COLD; i++) {
         /* A small range is looked up whole, of a large one a byte in the middle of each
          * part. */
         int64_t at = offset + (int64_t)(samples > 1 ? i * step + step / 2 : 0);
         int found = nvmeio_file_is_cached(file, at, samples > 1 ? 1 : size);
         if (found < 0)
-            return guess_warmth(file, offset, step, samples);
-        cached += (size_t)found;
+            return guess_warmth(file, offset, size);
+        if (found > 0)
+            warmth = samples > 1 ? NVMEIO_WARM : NVMEIO_HOT;
     }
-    warmth = cached == samples ? NVMEIO_HOT : cached > 0 ? NVMEIO_WARM : NVMEIO_COLD;
-    if (warmth != NVMEIO_COLD && !nvmeio_file_try_buffered(file))
-        warmth = NVMEIO_COLD;
     if (samples == 1)
-        note_alike(file, warmth == NVMEIO_HOT);
-    return warmth;
+        note_cold(file, warmth == NVMEIO_COLD);
+    return warmth == NVMEIO_COLD || nvmeio_file_try_buffered(file) ? warmth
+                                                                   : NVMEIO_COLD;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)

@@ -44,10 +44,9 @@ struct nvmeio_file {
     /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
     _Atomic int64_t bytes_max;
 
-    /* How many small ranges in a row the page cache had whole, or less than 0: had not.
-     * Relaxed, too. */
-    _Atomic int alike;
-    /* nvmeio_file_has_byte() says no until then. Relaxed, too. */
+    /* How many small ranges in a row the page cache did not have. Relaxed, too. */
+    _Atomic unsigned cold_ranges;
+    /* nvmeio_file_has_bytes() says no until then. Relaxed, too. */
     _Atomic int64_t cold_until_ns;
 
     /* A direct transfer was refused although it was aligned (EINVAL, EOPNOTSUPP), or
@@ -78,15 +77,16 @@ static inline int nvmeio_file_need_buffered(struct nvmeio_file *file)
  * to. */
 int nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size);
 
-/* Find out by reading whether it holds one byte. If not, the kernel reads its page, so
- * nothing is tried again for a while. */
-bool nvmeio_file_has_byte(struct nvmeio_file *file, int64_t offset);
+/* Find out by reading whether it holds all of some bytes. The kernel reads the page of
+ * the first that is missing, so nothing is tried again for a while. */
+bool nvmeio_file_has_bytes(struct nvmeio_file *file, const int64_t *offsets,
+                           size_t count);
 
 /* How much of a range the page cache seems to have, and may serve. */
 enum nvmeio_warmth {
     NVMEIO_COLD,
-    NVMEIO_WARM, /* a part */
-    NVMEIO_HOT,  /* all, or nearly */
+    NVMEIO_WARM, /* a part, or all: each block must be looked up */
+    NVMEIO_HOT,  /* all */
 };
 
 /* Find that out from up to 16 samples; a range of at most 1 MiB is looked up whole. If

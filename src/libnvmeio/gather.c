@@ -116,11 +116,12 @@ static void mark_cached(struct nvmeio_records *records,
 static bool seems_cached(struct nvmeio_request *request, size_t step)
 {
     const struct nvmeio_records *records = request->gathering->records;
+    int64_t places[CACHED_SAMPLES];
+    size_t count = 0;
 
-    for (size_t i = 0; i < records->count; i += step)
-        if (!nvmeio_file_has_byte(request->file, records->list[i].offset))
-            return false;
-    return true;
+    for (size_t i = 0; i < records->count && count < CACHED_SAMPLES; i += step)
+        places[count++] = records->list[i].offset;
+    return nvmeio_file_has_bytes(request->file, places, count);
 }
 
 /* Mark the extents that the page cache has whole, so that they are read from there. If

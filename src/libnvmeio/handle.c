@@ -100,7 +100,8 @@ static void set_owner(struct nvmeio_handle *handle)
     if (bounce < unit)
         bounce = unit;
     if (large > quota / 2)
-        large = nvmeio_round_down(quota / 2, unit);
+        large = quota / 2;
+    large = nvmeio_round_down(large, unit);
     handle->owner = (struct nvmeio_owner){
         .release = handle_release,
         .pause = pause_queue,
@@ -278,13 +279,17 @@ static bool is_planned_later(const struct nvmeio_request *request)
 static int prepare(struct nvmeio_request *request, const struct nvmeio_after *after)
 {
     struct nvmeio_request *part;
+    int cancelling;
 
     if (after->count == 0 && is_planned_later(request)) {
         request->phase = NVMEIO_PHASE_PLANNING;
         return 0;
     }
     if (after->count == 0) {
+        /* It may open the file again, which is a cancellation point. */
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
         request->ops->plan(request);
+        pthread_setcancelstate(cancelling, NULL);
         request->phase = NVMEIO_PHASE_PLANNED;
         for (size_t i = 0; (part = nvmeio_part(request, i)); i++)
             part->phase = NVMEIO_PHASE_PLANNED;

@@ -629,7 +629,6 @@ static struct nvmeio_request *take_ready(struct nvmeio_queue *queue,
     while (queue->ready) {
         struct nvmeio_request *request = queue->ready;
         queue->ready = request->ready_next;
-        request->ready = false;
         if (nvmeio_request_is_settling(request))
             continue;
         /* The mutex is unlocked between its parts. */

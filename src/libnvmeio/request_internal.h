@@ -148,7 +148,7 @@ struct nvmeio_request {
     size_t link_count;
     struct nvmeio_link *dependents; /* from requests that come after this one */
     size_t blocker; /* the link to the request whose error it took over, or SIZE_MAX */
-    bool ready;     /* it is in the queue's list `ready` */
+    bool ready;     /* its turn has come, or it must fail: once and for all */
 
     /* Lists of the queue: all active requests, in order of submission; those with
      * blocks to cut; writes of one file, and fsyncs that wait for them; done requests
