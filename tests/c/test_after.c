@@ -1,6 +1,7 @@
 /* Requests that start when others are done: in order, with their errors, or never. */
 #include <sys/wait.h>
 
+#include "file_internal.h"
 #include "scripted.h"
 
 static struct nvmeio_request *submit_after(struct nvmeio_transfer transfer,
@@ -368,6 +369,48 @@ static void test_a_read_of_bytes_that_its_predecessor_writes(const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* It fails early by the first; the second fails while its parts, of a file of a server,
+ * are being settled elsewhere. */
+static void test_many_that_fail_early_end_once(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file =
+        open_file(stage.path, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *distant = open_file(stage.path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(MIB, 0);
+    struct nvmeio_transfer parts[100];
+    struct nvmeio_request *before[3], *many;
+    size_t offender;
+
+    distant->local = false;
+    for (int round = 0; round < 30; round++) {
+        struct nvmeio_transfer t[3] = {
+            transfer_of(NVMEIO_OP_WRITE, file, memory.address, MIB, 0),
+            transfer_of(NVMEIO_OP_READ, file, memory.address, PAGE, 1 << 30),
+            transfer_of(NVMEIO_OP_READ, file, memory.address, PAGE, 0),
+        };
+        for (int i = 0; i < 3; i++) {
+            t[i].after = (struct nvmeio_after){&before[i - 1], i > 0};
+            before[i] = submit(handle, &t[i]);
+        }
+        for (int i = 0; i < 100; i++)
+            parts[i] = transfer_of(NVMEIO_OP_READ, distant, memory.address, PAGE, 0);
+        const struct nvmeio_many what = {
+            .transfers = parts, .count = 100, .after = {&before[1], 2}};
+        CHECK(nvmeio_submit_many(handle, &what, &many, &offender) == 0);
+        CHECK(finish(many).result == -ENODATA);
+        CHECK(finish(before[2]).result == -ENODATA);
+        CHECK(finish(before[1]).result == -ENODATA);
+        CHECK(finish(before[0]).result == (int64_t)MIB);
+        CHECK(nvmeio_file_truncate(file, 0) == 0);
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(distant);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *name;
@@ -390,5 +433,7 @@ int main(void)
     FOR_EACH_ENGINE(name)
     if (strcmp(name, "sync") != 0)
         test_a_read_of_bytes_that_its_predecessor_writes(name);
+    FOR_EACH_ENGINE(name)
+    test_many_that_fail_early_end_once(name);
     return 0;
 }

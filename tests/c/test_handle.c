@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 
 #include "handle_internal.h"
+#include "file_internal.h"
 #include "transfer.h"
 
 #define SIZE (256 * KIB)
@@ -666,6 +667,53 @@ static void test_a_fault_in_a_worker_calls_the_handler(const char *engine)
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
 }
 
+/* A block is a multiple of the edge, which may be larger than what its bounce was asked
+ * for: on a file system with blocks of 64 KiB, here. */
+static void test_growing_writes_stay_within_their_bounces(const char *engine)
+{
+    const char *grown = path_in(test_folder()), *other = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine);
+    enum { OTHERS = 8 };
+    struct nvmeio_request *requests[OTHERS];
+    struct guarded memory = guarded_new(2 * MIB, 1), beside = guarded_new(MIB, 1);
+    const size_t part = 64 * KIB;
+
+    config.block_bytes = 68 * KIB;
+    config.queue_depth = 3;
+    config.bounce = NVMEIO_BOUNCE_ALWAYS;
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *files[2];
+    memset(memory.address, 'A', 2 * MIB);
+    memset(beside.address, 'B', MIB);
+    make_file(other, MIB, 1);
+    for (int round = 0; round < 20; round++) {
+        for (int i = 0; i < 2; i++) {
+            files[i] =
+                open_file(i ? other : grown, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+            files[i]->block_bytes = 64 * KIB;
+        }
+        CHECK(nvmeio_file_truncate(files[0], 0) == 0);
+        struct nvmeio_transfer t =
+            transfer_of(NVMEIO_OP_WRITE, files[0], memory.address, 2 * MIB, 0);
+        struct nvmeio_request *growing = submit(handle, &t);
+        for (size_t i = 0; i < OTHERS; i++) {
+            t = transfer_of(NVMEIO_OP_WRITE, files[1], beside.address + i * part, part,
+                            (int64_t)(i * part));
+            requests[i] = submit(handle, &t);
+        }
+        CHECK(finish(growing).result == 2 * (int64_t)MIB);
+        for (size_t i = 0; i < OTHERS; i++)
+            CHECK(finish(requests[i]).result == (int64_t)part);
+        CHECK(file_holds(grown, memory.address, 2 * MIB, 0));
+        CHECK(file_holds(other, beside.address, OTHERS * part, 0));
+        nvmeio_file_release(files[0]);
+        nvmeio_file_release(files[1]);
+    }
+    guarded_free(&memory);
+    guarded_free(&beside);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *engine;
@@ -679,6 +727,7 @@ int main(void)
         test_many_threads_wait_for_one_request(engine);
         test_more_requests_than_the_queue_holds_are_completed(engine);
         test_many_workers_share_the_memory_for_bounces(engine);
+        test_growing_writes_stay_within_their_bounces(engine);
         test_each_completion_is_reported_once(engine);
         test_a_request_outlives_its_handle_and_its_file(engine);
         test_close_waits_and_then_leaves_the_memory_alone(engine);
