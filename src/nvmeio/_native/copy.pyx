@@ -57,8 +57,8 @@ cdef Py_ssize_t ASLEEP_BYTES = 1 << 20
 cdef int64_t AWAKE_NS = 200_000
 
 # A team is late if its leader waits for the others longer than this, and than half of its
-# own work: their processors are busy.  If that happens more often than not, a copy of a moment
-# later is not shared; the moment doubles up to the longest.
+# own work: their processors are busy.  If that happens more often than not, copies of the
+# next moment are not shared; the moment doubles up to the longest.
 cdef int64_t LATE_NS = 50_000
 cdef int64_t ALONE_NS_MIN = 10_000_000
 cdef int64_t ALONE_NS_MAX = 1_000_000_000
