@@ -391,7 +391,8 @@ static void test_many_that_fail_early_end_once(const char *engine)
             transfer_of(NVMEIO_OP_READ, file, memory.address, PAGE, 0),
         };
         for (int i = 0; i < 3; i++) {
-            t[i].after = (struct nvmeio_after){&before[i - 1], i > 0};
+            if (i > 0)
+                t[i].after = (struct nvmeio_after){&before[i - 1], 1};
             before[i] = submit(handle, &t[i]);
         }
         for (int i = 0; i < 100; i++)
