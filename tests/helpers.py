@@ -1,6 +1,7 @@
 """Shared by tests of transfers: bytes, memory, routes, page cache, descriptors, limits."""
 
 import contextlib
+import importlib.util
 import os
 import resource
 import sys
@@ -22,6 +23,12 @@ MIB = 1 << 20
 # A queue so small that a few hundred KiB overfill it.
 BLOCK = 64 << 10
 DEPTH = 4
+
+
+# Only children import it, because numpy knows its dtypes by name from then on.
+need_ml_dtypes = pytest.mark.skipif(
+    importlib.util.find_spec("ml_dtypes") is None, reason="ml_dtypes is not installed"
+)
 
 
 def edge_sizes():
@@ -272,3 +279,9 @@ def fork(function, *args):
             sys.stderr.flush()
             os._exit(status)
     return child
+
+
+def call_in_child(function, *args):
+    """Call a function in a forked child, and check that it raises nothing."""
+    _, status = os.waitpid(fork(function, *args), 0)
+    assert status == 0, f"{function.__name__}() failed in a child: see stderr"

@@ -1,6 +1,7 @@
 """Model files that are mapped instead of read."""
 
 import gc
+import importlib
 import json
 import struct
 
@@ -10,7 +11,16 @@ import safetensors.torch
 
 import nvmeio.safetensors.numpy
 import nvmeio.safetensors.torch
-from helpers import MIB, PAGE, is_mapped, left_open, need_direct, warm
+from helpers import (
+    MIB,
+    PAGE,
+    call_in_child,
+    is_mapped,
+    left_open,
+    need_direct,
+    need_ml_dtypes,
+    warm,
+)
 from model_samples import (
     NUMPY_DTYPES,
     TORCH_DTYPES,
@@ -90,8 +100,13 @@ def test_all_dtypes_and_shapes_are_mapped(path, way, framework):
             assert tensor.untyped_storage().nbytes() == size * tensor.itemsize
 
 
+@need_ml_dtypes
 def test_bfloat16_of_numpy_is_mapped(path):
-    pytest.importorskip("ml_dtypes")
+    call_in_child(check_bfloat16, path)
+
+
+def check_bfloat16(path):
+    importlib.import_module("ml_dtypes")
     tensors = save(path, ["bfloat16"])
     for name, array in LOAD["np"](path, mapped=True).items():
         assert array.tobytes() == bits_of(tensors[name])[2]
