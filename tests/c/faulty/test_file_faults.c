@@ -73,6 +73,7 @@ static void test_a_device_that_refuses_direct_io_is_used_through_the_page_cache(
             struct nvmeio_file *file = open_file(
                 path, O_RDONLY, demanded ? NVMEIO_DIRECT_ALWAYS : NVMEIO_DIRECT_AUTO);
 
+            cool(path);
             nvmeio_fault_configure(demanded ? "direct@1,seed=1" : "direct@1");
             int64_t result = read_at(handle, file, bytes, PAGE, 0).result;
             CHECK(nvmeio_fault_fired(NVMEIO_FAULT_DIRECT) == 1);
