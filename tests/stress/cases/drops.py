@@ -192,7 +192,8 @@ class Case:
         at_once = self.more.random() < 0.5
         started = []
         for number in range(REQUESTS, PIECES):
-            if self.handle.pending:
+            # Several at once: one may be done before a busy processor gets here.
+            if number % 4 == 0 and self.handle.pending:
                 self.counts[f"{way}_in_flight"] += 1
                 break
             # Aligned, so that it waits for the disk.  On busy processors, bytes from the
