@@ -50,9 +50,8 @@ cdef extern from "<stdatomic.h>" nogil:
 cdef enum:
     TEAM_MAX = 4096
 
-# Below this size the calling thread copies alone: it finishes before others wake up.  Up to
-# the second one it does, unless a copy has just ended: then the others are still awake.
-cdef Py_ssize_t PARALLEL_BYTES = 1 << 19
+# Below this size the calling thread copies alone, because it finishes before others wake
+# up, unless a copy has just ended: then they are still awake.
 cdef Py_ssize_t ASLEEP_BYTES = 1 << 20
 cdef int64_t AWAKE_NS = 200_000
 
@@ -283,7 +282,7 @@ cdef int copy_by_host(object dest, object src, bint to_device) except -1:
 # When the last copy of some size ended, and until when none is shared.
 cdef atomic_llong _ended_ns
 cdef atomic_llong _alone_until_ns
-# How often in a row a team was late.
+# How often a team was late, less how often one was not.
 cdef atomic_llong _late
 
 
