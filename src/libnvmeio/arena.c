@@ -5,29 +5,21 @@
 #include <errno.h>
 #include <sys/mman.h>
 
-/* The huge page of x86-64, and of arm64 with 4 KiB pages. */
-#define HUGE_BYTES ((size_t)2 << 20)
+#include "pages.h"
 
 int nvmeio_arena_open(struct nvmeio_arena *arena, size_t bytes)
 {
-    size_t spare = bytes < HUGE_BYTES ? 0 : HUGE_BYTES;
-    char *mapped = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *memory = nvmeio_pages_map(bytes);
 
-    if (mapped == MAP_FAILED)
+    if (!memory)
         return -ENOMEM;
-    size_t head = spare ? -(uintptr_t)mapped % HUGE_BYTES : 0;
     *arena = (struct nvmeio_arena){
-        .memory = mapped + head,
+        .memory = memory,
         .bytes = bytes,
         .units = bytes / NVMEIO_ARENA_UNIT_BYTES,
         .idle = bytes / NVMEIO_ARENA_UNIT_BYTES,
     };
-    if (head > 0)
-        munmap(mapped, head);
-    if (spare > head)
-        munmap(arena->memory + bytes, spare - head);
-    madvise(arena->memory, bytes, MADV_HUGEPAGE);
+    madvise(memory, bytes, MADV_HUGEPAGE);
     return 0;
 }
 

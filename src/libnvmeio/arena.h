@@ -20,7 +20,8 @@ struct nvmeio_arena {
     uint64_t used[NVMEIO_ARENA_UNITS_MAX / 64]; /* one bit a unit */
 };
 
-/* Map an arena of at most NVMEIO_ARENA_BYTES_MAX. Returns 0 or -ENOMEM. */
+/* Map an arena of whole units and pages, at most NVMEIO_ARENA_BYTES_MAX. Returns 0 or
+ * -ENOMEM. */
 int nvmeio_arena_open(struct nvmeio_arena *arena, size_t bytes);
 
 /* Unmap it. */

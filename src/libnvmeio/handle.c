@@ -84,7 +84,9 @@ static void continue_slowly(struct nvmeio_request *request)
 static void set_owner(struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
-    uint64_t quota = NVMEIO_ARENA_BYTES_MAX / handle->config.workers;
+    /* Whole pages, however many workers share. */
+    uint64_t quota =
+        nvmeio_round_down(NVMEIO_ARENA_BYTES_MAX / handle->config.workers, unit);
     uint64_t block = nvmeio_round_up(handle->config.block_bytes, NVMEIO_EDGE_BYTES);
     uint64_t ordered = block * handle->config.queue_depth;
     uint64_t bounce = nvmeio_round_up(block, unit);
@@ -109,6 +111,7 @@ static void set_owner(struct nvmeio_handle *handle)
         .bounce = handle->config.bounce,
         .block_bytes = block,
         .ordered_bytes = ordered,
+        .arena_bytes = quota,
         .bounce_bytes = bounce,
         .large_bounce_bytes = large > bounce ? large : bounce,
     };

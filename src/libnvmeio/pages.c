@@ -1,4 +1,5 @@
-/* pages.c -- finds out the size of pages, by PAGEMAP_SCAN of /proc/self/pagemap. */
+/* pages.c -- maps memory for huge pages, and finds out the size of pages, by
+ * PAGEMAP_SCAN of /proc/self/pagemap. */
 #include "pages.h"
 
 #include <fcntl.h>
@@ -92,6 +93,21 @@ static enum kind kind_of(int *fd, uintptr_t page, size_t page_bytes, enum nvmeio
     if (kind == SMALL || kind == HUGE)
         atomic_store_explicit(known, verdict + kind, memory_order_relaxed);
     return kind;
+}
+
+char *nvmeio_pages_map(size_t bytes)
+{
+    char *mapped = mmap(NULL, bytes + NVMEIO_HUGE_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (mapped == MAP_FAILED)
+        return NULL;
+    size_t head_bytes = -(uintptr_t)mapped % NVMEIO_HUGE_BYTES;
+    char *chunk = mapped + head_bytes;
+    if (head_bytes)
+        munmap(mapped, head_bytes);
+    munmap(chunk + bytes, NVMEIO_HUGE_BYTES - head_bytes);
+    return chunk;
 }
 
 bool nvmeio_pages_are_small(const void *address, size_t size, enum nvmeio_op op)

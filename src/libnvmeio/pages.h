@@ -1,4 +1,4 @@
-/* pages.h -- whether memory is in small pages, if the kernel can tell.
+/* pages.h -- memory for huge pages, and whether memory is in small ones.
  *
  * Devices that handle each page separately, as virtual ones do, transfer scattered
  * small pages at half their speed (bench_transfer.py). */
@@ -6,6 +6,13 @@
 #define NVMEIO_PAGES_H
 
 #include <nvmeio/base.h>
+
+/* The huge page of x86-64, and of arm64 with 4 KiB pages. */
+#define NVMEIO_HUGE_BYTES ((size_t)2 << 20)
+
+/* Map private memory for whole pages, aligned to a huge page. NULL if there is not
+ * enough. */
+char *nvmeio_pages_map(size_t bytes);
 
 /* For less memory than this, finding out costs more than it saves. */
 #define NVMEIO_PAGES_BYTES_MIN (64u << 10)

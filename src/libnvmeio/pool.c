@@ -29,9 +29,7 @@
 #include <nvmeio/system.h>
 
 #include "fork.h"
-
-/* The huge page of x86-64, and of arm64 with 4 KiB pages. */
-#define HUGE_BYTES ((size_t)2 << 20)
+#include "pages.h"
 
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << MAP_HUGE_SHIFT)
@@ -287,24 +285,7 @@ static int bind_to(char *chunk, size_t bytes, int node)
     return -errno;
 }
 
-/* Map `bytes`, a multiple of HUGE_BYTES, aligned to it. NULL if there is not enough
- * memory. */
-static char *map_aligned(size_t bytes)
-{
-    size_t mapped_bytes = bytes + HUGE_BYTES;
-    char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED)
-        return NULL;
-    size_t head_bytes = -(uintptr_t)mapped % HUGE_BYTES;
-    char *chunk = mapped + head_bytes;
-    if (head_bytes)
-        munmap(mapped, head_bytes);
-    munmap(chunk + bytes, HUGE_BYTES - head_bytes);
-    return chunk;
-}
-
-/* The same from hugetlbfs, which reserves its pages at once. */
+/* Map `bytes` from hugetlbfs, which reserves its pages at once. */
 static char *map_hugetlb(size_t bytes)
 {
     char *chunk = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
@@ -315,7 +296,7 @@ static char *map_hugetlb(size_t bytes)
 /* Map, bind and populate a chunk. */
 static int map_chunk(int node, size_t bytes, bool hugetlb, char **result)
 {
-    char *chunk = hugetlb ? map_hugetlb(bytes) : map_aligned(bytes);
+    char *chunk = hugetlb ? map_hugetlb(bytes) : nvmeio_pages_map(bytes);
 
     if (!chunk)
         return -ENOMEM;
@@ -351,12 +332,12 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
 /* Where the whole huge pages of an extent begin and end. */
 static uintptr_t whole_begin(const struct extent *extent)
 {
-    return round_up(extent->address, HUGE_BYTES);
+    return round_up(extent->address, NVMEIO_HUGE_BYTES);
 }
 
 static uintptr_t whole_end(const struct extent *extent)
 {
-    return (extent->address + extent->bytes) / HUGE_BYTES * HUGE_BYTES;
+    return (extent->address + extent->bytes) / NVMEIO_HUGE_BYTES * NVMEIO_HUGE_BYTES;
 }
 
 /* List the free extents of a tree that contain whole huge pages, the largest first. */
@@ -490,7 +471,7 @@ static bool reserve(size_t bytes)
  * meanwhile. */
 static int grow(struct arena *arena, int node, size_t bytes, struct extent **result)
 {
-    size_t chunk_bytes = round_up(bytes, HUGE_BYTES);
+    size_t chunk_bytes = round_up(bytes, NVMEIO_HUGE_BYTES);
     bool hugetlb = hugetlb_wanted;
     char *chunk;
 
@@ -534,7 +515,7 @@ static int obtain(struct arena *arena, int node, size_t bytes, struct extent **r
     }
     bool reuse = extent != NULL;
     if (!extent) {
-        arena->grows = bytes < HUGE_BYTES;
+        arena->grows = bytes < NVMEIO_HUGE_BYTES;
         error = grow(arena, node, bytes, &extent);
         if (error == 0)
             error = take(extent, bytes);
@@ -562,10 +543,10 @@ int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address, int *
         return -EINVAL;
     if (size > SIZE_MAX / 2)
         return -ENOMEM;
-    bool small = size < HUGE_BYTES;
-    int error =
-        obtain(small ? &small_arenas[node + 1] : &large_arenas[node + 1], node,
-               round_up(size, small ? small_granule_bytes : HUGE_BYTES), &extent);
+    bool small = size < NVMEIO_HUGE_BYTES;
+    int error = obtain(small ? &small_arenas[node + 1] : &large_arenas[node + 1], node,
+                       round_up(size, small ? small_granule_bytes : NVMEIO_HUGE_BYTES),
+                       &extent);
     if (error)
         return error;
     *address = (void *)extent->address;
@@ -593,7 +574,7 @@ bool nvmeio_pool_has_room(size_t size)
     if (size > SIZE_MAX / 2)
         return false;
     pthread_mutex_lock(&mutex);
-    bool room = has_room(round_up(size, HUGE_BYTES));
+    bool room = has_room(round_up(size, NVMEIO_HUGE_BYTES));
     pthread_mutex_unlock(&mutex);
     return room;
 }

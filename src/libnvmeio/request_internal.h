@@ -84,6 +84,7 @@ struct nvmeio_owner {
     enum nvmeio_bounce bounce;
     size_t block_bytes;        /* of one block, in whole pages */
     size_t ordered_bytes;      /* of one block that makes a file longer */
+    size_t arena_bytes;        /* for the bounces of one worker */
     size_t bounce_bytes;       /* of one bounce */
     size_t large_bounce_bytes; /* of the bounce for blocks that make a file longer */
 };

@@ -471,8 +471,7 @@ static void tear_down(struct nvmeio_worker *worker)
 }
 
 /* Wait for work, and let the kernel have the arena's memory if none comes for a while.
- * Returns false when
- * the thread must end. The mutex is held, and unlocked meanwhile. */
+ * Returns false when the thread must end. The mutex is held, and unlocked meanwhile. */
 static bool wait_for_work(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -495,7 +494,6 @@ static bool wait_for_work(struct nvmeio_worker *worker)
 static int set_up(struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
-    size_t quota = NVMEIO_ARENA_BYTES_MAX / workers->count;
     int error =
         nvmeio_engine_start(&worker->engine, workers->ops, workers->queue_depth);
 
@@ -506,7 +504,8 @@ static int set_up(struct nvmeio_worker *worker)
     }
     unsigned depth = worker->engine.depth;
     worker->blocks = calloc(depth, sizeof(*worker->blocks));
-    if (!worker->blocks || nvmeio_arena_open(&worker->arena, quota)) {
+    if (!worker->blocks ||
+        nvmeio_arena_open(&worker->arena, workers->owner->arena_bytes)) {
         tear_down(worker);
         return -ENOMEM;
     }

@@ -667,6 +667,23 @@ static void test_a_fault_in_a_worker_calls_the_handler(const char *engine)
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
 }
 
+/* Its workers share memory that they cannot divide into whole pages. */
+static void test_a_closed_handle_leaves_no_memory_mapped(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    size_t pages[2];
+
+    config.workers = 3;
+    for (int i = 0; i < 2; i++) {
+        for (int j = 0; j < 20; j++)
+            nvmeio_handle_close(open_handle(&config));
+        FILE *file = fopen("/proc/self/statm", "re");
+        CHECK(file && fscanf(file, "%zu", &pages[i]) == 1);
+        fclose(file);
+    }
+    CHECK(pages[1] <= pages[0] + 16 * MIB / PAGE);
+}
+
 /* A block is a multiple of the edge, which may be larger than what its bounce was asked
  * for: on a file system with blocks of 64 KiB, here. */
 static void test_growing_writes_stay_within_their_bounces(const char *engine)
@@ -728,6 +745,7 @@ int main(void)
         test_more_requests_than_the_queue_holds_are_completed(engine);
         test_many_workers_share_the_memory_for_bounces(engine);
         test_growing_writes_stay_within_their_bounces(engine);
+        test_a_closed_handle_leaves_no_memory_mapped(engine);
         test_each_completion_is_reported_once(engine);
         test_a_request_outlives_its_handle_and_its_file(engine);
         test_close_waits_and_then_leaves_the_memory_alone(engine);
