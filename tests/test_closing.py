@@ -162,6 +162,14 @@ def test_without_it_they_succeed(handle, path, faults, write):
     assert left_open(path.parent) == []
 
 
+def test_an_array_that_is_created_raises_it_and_leaves_no_file(path, faults):
+    with pytest.raises(OSError, match=str(path)) as caught:
+        nvmeio.ArrayFile.create(path, (3,), np.int64)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert not path.exists()
+    assert left_open(path.parent) == []
+
+
 def test_the_status_of_the_op_is_minus_one(path):
     with nvmeio.aio_handle(*OPTIONS[:2], errors="status") as op:
         assert op.sync_pwrite(ARRAY, path) == -1

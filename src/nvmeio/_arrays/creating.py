@@ -49,6 +49,7 @@ def create_file(
                 before = None
                 os.ftruncate(file, len(header))
                 os.ftruncate(file, size)
+            made.check_written()
         except BaseException:
             if not overwrite and made.number >= 0:
                 os.unlink(path)

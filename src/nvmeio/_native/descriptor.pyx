@@ -19,6 +19,8 @@ from nvmeio._arguments.checks import encoded
 
 cdef extern from "<fcntl.h>" nogil:
     int c_open "open"(const char *path, int flags, int mode)
+    int F_DUPFD_CLOEXEC
+    int c_fcntl "fcntl"(int fd, int command, int argument)
 
 
 cdef class Descriptor:
@@ -44,6 +46,17 @@ cdef class Descriptor:
         if error:
             raise OSError(error, os.strerror(error), path)
         self.number = result
+
+    def check_written(self):
+        """Raise the error of earlier writes that close(2) reports, on NFS or FUSE."""
+        cdef int number = self.number, error = 0
+        # Another descriptor of the same open file, so that this one stays usable.
+        with nogil:
+            number = c_fcntl(number, F_DUPFD_CLOEXEC, 0)
+            if number < 0 or c_close(number) != 0:
+                error = c_errno
+        if error and error != EINTR:
+            raise OSError(error, os.strerror(error))
 
     def close(self):
         """Close it; ignore errors, which mean nothing after reading or a sync."""
