@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -170,6 +171,18 @@ def test_an_array_that_is_created_raises_it_and_leaves_no_file(path, faults):
     assert left_open(path.parent) == []
 
 
+def test_an_append_raises_it(path, faults):
+    faults.set()
+    nvmeio.save(path, ARRAY)
+    array = nvmeio.ArrayFile(path, mode="r+")
+    faults.set(flush={"error": errno.ENOSPC})
+    with pytest.raises(OSError, match="No space left on device"):
+        array.append(ARRAY)
+    assert len(array) == 2 * len(ARRAY)
+    with pytest.raises(OSError, match="No space left on device"):
+        array.close()
+
+
 def test_the_status_of_the_op_is_minus_one(path):
     with nvmeio.aio_handle(*OPTIONS[:2], errors="status") as op:
         assert op.sync_pwrite(ARRAY, path) == -1
@@ -259,6 +272,23 @@ def test_only_the_last_request_of_a_path_raises_it(handle, path, faults):
     faults.set(flush={"error": errno.ENOSPC})
     errors = [request.exception() for request in requests]
     assert sorted(error.errno for error in errors if error) == [errno.ENOSPC]
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_cancelled_request_tells_of_it(handle, path, faults, waited_for):
+    faults.set(flush={"error": errno.ENOSPC}, write={"held": True})
+    first = handle.submit_write(pattern(PAGE), f"{path}.other.plain")
+    request = handle.submit_write(pattern(PAGE), path, after=first)
+    assert request.cancel()
+    faults.set(flush={"error": errno.ENOSPC})
+    if waited_for:
+        error = pytest.raises(CancelledError, request.wait).value
+        assert error.__cause__.errno == errno.ENOSPC
+        assert error.__cause__.filename == str(path)
+    else:
+        handle.drain()
+        with pytest.warns(RuntimeWarning, match="close after the write"):
+            del request
 
 
 def test_an_interrupted_flush_is_no_error(handle, path, faults):

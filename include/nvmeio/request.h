@@ -61,6 +61,8 @@ struct nvmeio_outcome {
     bool closing;   /* the error is of close(2), after all bytes were transferred: this
                      * request held the last reference to a file that was open for
                      * writing, and its bytes may be lost */
+    int close_error; /* what that close(2) returned, or 0; the result does not say so
+                      * if the request itself failed or was cancelled */
     bool abandoned; /* the kernel may still use the memory: never free it */
     size_t
         blocker; /* index in `after` of the request that failed; SIZE_MAX: none did */

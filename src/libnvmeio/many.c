@@ -35,6 +35,8 @@ void nvmeio_many_book(struct nvmeio_request *part)
 
     whole->in_flight--;
     whole->abandoned |= part->abandoned;
+    if (!whole->close_error && !part->closing)
+        whole->close_error = part->close_error;
     /* A cancelled part counts too: the flag is in the whole. */
     if (part->error)
         nvmeio_request_fail(whole, part->error, index);

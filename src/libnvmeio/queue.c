@@ -488,12 +488,11 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
 /* Release the file of a request. If that closes it, and fails, so does the request. */
 static void release_file(struct nvmeio_request *request)
 {
-    int error = nvmeio_file_release(request->file);
-
+    request->close_error = nvmeio_file_release(request->file);
     request->file = NULL;
-    if (!error || nvmeio_request_is_stopped(request))
+    if (!request->close_error || nvmeio_request_is_stopped(request))
         return;
-    request->error = error;
+    request->error = request->close_error;
     request->closing = true;
 }
 

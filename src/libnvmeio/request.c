@@ -215,6 +215,7 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
         return nvmeio_request_before_fork(request) ? -EOWNERDEAD : -EINPROGRESS;
     outcome->got = (int64_t)request->got;
     outcome->closing = request->closing;
+    outcome->close_error = request->close_error;
     outcome->abandoned = request->abandoned;
     outcome->blocker = request->blocker;
     /* The result is -ECANCELED once nvmeio_request_cancel() has returned 1, whatever

@@ -138,7 +138,8 @@ struct nvmeio_request {
     bool cancelled;
     bool failed; /* some of it failed; a gather goes on with the rest */
     bool abandoned;
-    bool closing; /* the error is of close(2) */
+    bool closing;    /* the error is of close(2) */
+    int close_error; /* what close(2) returned, or 0 */
     bool settled; /* settle() was called, if it was needed */
     /* Once done: bytes transferred. Before that: the lowest position that failed. */
     size_t got;

@@ -236,6 +236,7 @@ static void test_an_error_of_its_own_stays(const char *engine)
         close_fails(file, EIO);
         struct nvmeio_outcome outcome = carry_out(handle, &t);
         CHECK(outcome.result == -ENODATA && !outcome.closing && closed > before);
+        CHECK(outcome.close_error == -EIO);
     }
     nvmeio_handle_close(handle);
 }
@@ -407,6 +408,30 @@ static void *release_slowly(void *file)
     return NULL;
 }
 
+static void test_a_cancelled_request_tells_of_the_close(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = new_distant_file(), *other = new_file();
+    struct nvmeio_transfer t = last_write(file);
+
+    hold_close(file, true);
+    struct nvmeio_request *first = submit(handle, &t);
+    t = last_write(other);
+    t.after = (struct nvmeio_after){&first, 1};
+    close_fails(other, EDQUOT);
+    struct nvmeio_request *second = submit(handle, &t);
+    await_waiting(1);
+    CHECK(nvmeio_request_cancel(second) == 1);
+    hold_close(file, false);
+    struct nvmeio_outcome outcome = finish(second);
+    CHECK(outcome.result == -ECANCELED && !outcome.closing);
+    CHECK(outcome.close_error == -EDQUOT);
+    outcome = finish(first);
+    CHECK(outcome.result == SIZE && outcome.close_error == 0);
+    nvmeio_handle_close(handle);
+}
+
 static void test_closing_the_handle_waits_for_closes(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
@@ -482,6 +507,7 @@ int main(void)
         test_what_comes_after_a_failed_close_fails(engine);
         test_slow_closes_hold_up_nobody_else(engine);
         test_freeing_a_large_file_holds_up_nobody_else(engine);
+        test_a_cancelled_request_tells_of_the_close(engine);
         test_closing_the_handle_waits_for_closes(engine);
         if (!SANITIZED)
             test_a_forked_child_closes_by_itself(engine);

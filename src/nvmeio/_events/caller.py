@@ -37,15 +37,21 @@ class Caller:
         self._thread: threading.Thread | None = None
         self._starting = False
         self._eventfd = None
-        # The requests in flight that have callbacks.
-        self._requests: set[Any] = set()
+        # The requests whose callbacks are not called yet, by the workers that signal them.
+        # Who has called them discards a request without the lock, and in C, so that no
+        # Ctrl-C comes between; this thread removes the empty sets.
+        self.requests: dict[Any, set[Any]] = {}
+        # The threads that are calling callbacks.
+        self.calling: set[int] = set()
 
     def call_when_done(self, request: Any) -> None:
         """Make sure that the callbacks of a request are called."""
         with self._lock:
-            self._requests.add(request)
-            if self._eventfd is not None:
+            known = self.requests.setdefault(request._workers, set())
+            if not known and self._eventfd is not None:
+                # Otherwise the thread watches these workers already.
                 self._eventfd.signal()
+            known.add(request)
             if self._thread is not None or self._starting:
                 return
             self._starting = True
@@ -79,29 +85,31 @@ class Caller:
 
     def await_calls(self, workers: Any, end_ns: int) -> bool:
         """Wait until the callbacks of a handle's requests have been called."""
-        if self._thread is threading.current_thread():
+        if threading.get_ident() in self.calling:
+            # A callback waits for no other, which may be waiting for it.
             return True
         # Not a condition variable: Ctrl-C in its wait() may leave its lock released.
         pauses = Pauses()
         while True:
             with self._lock:
-                found = [each for each in self._requests if each._workers is workers]
+                waited_for = bool(self.requests.get(workers))
                 alone = self._thread is None
-            if not found:
+            if not waited_for:
                 return True
             if alone:
-                self._remove([each for each in found if _is_done(each)])
+                _collect(workers)
             pause_s = next(pauses)
             if end_ns >= 0:
                 pause_s = min(pause_s, (end_ns - time.monotonic_ns()) / 1e9)
             if pause_s <= 0:
                 return False
-            del found
             time.sleep(pause_s)
 
-    def _remove(self, done: list[Any]) -> None:
-        with self._lock:
-            self._requests.difference_update(done)
+    def _busy(self) -> set[Any]:
+        """Return the workers that have requests with callbacks.  Needs the lock."""
+        for workers in [each for each, found in self.requests.items() if not found]:
+            del self.requests[workers]
+        return set(self.requests)
 
     def _run(self) -> None:
         """Call callbacks until there was nothing to do for a while."""
@@ -110,52 +118,54 @@ class Caller:
         poll, pauses = select.poll(), Pauses()
         idle = False
         while True:
-            requests = list(self._requests)
-            if eventfd is None and requests:
-                eventfd = eventfd_of(requests[0]._workers)
+            with self._lock:
+                busy = self._busy()
+            if eventfd is None and busy:
+                eventfd = eventfd_of(next(iter(busy)))
                 if eventfd is not None:
                     poll.register(eventfd.number, select.POLLIN)
                 with self._lock:
-                    # Who adds a request from now on signals it.
-                    self._eventfd, requests = eventfd, list(self._requests)
-            busy = {request._workers for request in requests}
+                    # Who adds workers from now on signals it.
+                    self._eventfd, busy = eventfd, self._busy()
             # Ask for the next signal before looking, so that no completion is missed.
             signalled = eventfd is not None and all(eventfd.watch(each) for each in busy)
             for workers in watched - busy:
                 if eventfd is not None:
                     eventfd.unwatch(workers)
             watched = busy
-            self._remove([each for each in requests if _is_done(each)])
-            del requests, busy
+            # Not a look at each request, of which there may be thousands.
+            signalled &= all([_collect(workers) for workers in busy])
             with self._lock:
+                busy = self._busy()
                 # After a round without requests no handle signals the eventfd any more.
-                if idle and not self._requests:
+                if idle and not busy:
                     self._thread = self._eventfd = None
                     return
-                waits_ms: float | None = None if self._requests else IDLE_MS
+            waits_ms: float | None = None if busy else IDLE_MS
             if not signalled:
-                # The system has no eventfd or memory left: look again and again.
+                # The system has no eventfd or memory left, or a request could not be
+                # finished: look again and again.
                 waits_ms = 1000 * next(pauses) if waits_ms is None else 1000 * SLICE_S
             rung = poll.poll(waits_ms)
             if rung and eventfd is not None:
                 eventfd.clear()
                 pauses = Pauses()
-            idle = not rung and not self._requests
+            idle = not rung and not busy
 
 
-def _is_done(request: Any) -> bool:
-    """Finish a request that is done, which calls its callbacks."""
+def _collect(workers: Any) -> bool:
+    """Finish the requests that are done, which calls their callbacks.
+
+    Return whether none raised anything: this thread must survive, for the sake of all
+    other callbacks.
+    """
     try:
-        return bool(request.done())
+        workers.collect()
     except BaseException:
         # A callback raised it, and no caller is there to receive it.
-        _log.exception("a callback of %r has failed", request)
-    try:
-        return bool(request.done())
-    except BaseException:
-        # This thread must survive, for the sake of all other callbacks.
-        _log.exception("the callbacks of %r are called when a thread waits for it", request)
-        return True
+        _log.exception("a callback has failed")
+        return False
+    return True
 
 
 CALLER = Caller()

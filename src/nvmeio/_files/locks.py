@@ -137,6 +137,10 @@ class FileLock(_Lock):
             return False
         return True
 
+    def check_written(self) -> None:
+        """Raise the error of earlier writes to its descriptor that close(2) reports."""
+        self._opened.check_written()
+
     def __exit__(self, *_: object) -> None:
         try:
             # Not only by closing: a child may have been forked before in_child_close().

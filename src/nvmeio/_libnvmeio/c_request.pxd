@@ -43,6 +43,7 @@ cdef extern from "nvmeio/request.h" nogil:
         int64_t result
         int64_t got
         bint closing
+        int close_error
         bint abandoned
         size_t blocker
 

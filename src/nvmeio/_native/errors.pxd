@@ -54,7 +54,8 @@ cdef int raise_refused(nvmeio_op op, object path, int result) except -1
 # Raise the error of closing a file that was written.
 cdef int raise_unclosed(int result, object path) except -1
 
-# Return the text to warn with if nobody looks at the error; None for cancellations.
+# Return the text to warn with if nobody looks at the error; None for a cancellation, unless
+# closing the file failed after it.
 cdef str words_of(object error)
 
 # Warn of an error that nobody looked at before its request was freed.

@@ -129,6 +129,9 @@ cdef int raise_unclosed(int result, object path) except -1:
 
 
 cdef str words_of(object error):
+    if isinstance(error, CancelledError):
+        # Who cancels a request may not look at it, but closing its file may have failed.
+        error = error.__cause__
     return str(error) if isinstance(error, OSError) else None
 
 

@@ -31,7 +31,7 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport deadline_ns
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport check, error_of, error_of_blocked
+from nvmeio._native.errors cimport check, error_in_words, error_of, error_of_blocked
 from nvmeio._native.errors cimport raise_refused, verb_of, warn_of, words_of
 
 from nvmeio._events.caller import CALLER
@@ -203,6 +203,8 @@ cdef class Request:
             )
             # This error includes the other one as its cause.
             before.error_seen = True
+        if outcome.close_error < 0 and not outcome.closing:
+            add_close_error(error, outcome.close_error, self)
         if outcome.abandoned:
             _log.critical("%s; its memory is never freed", error)
             self.abandon_memory()
@@ -530,6 +532,9 @@ cdef class Request:
         self._listen(fn)
         if not self.finished:
             CALLER.call_when_done(self)
+            if self.finished:
+                # Another thread has called it meanwhile.
+                forget_call(self)
 
     def _listen(self, fn):
         """Call a function in the thread that sees that the request is done."""
@@ -540,7 +545,7 @@ cdef class Request:
         self.callbacks.append(fn)
         # Another thread may have finished it meanwhile, before `fn` was in the list.
         if self.finished:
-            call_all(self.callbacks, self)
+            call_all(self)
 
     def _remove_done_callback(self, fn):
         if self.callbacks is not None:
@@ -807,13 +812,18 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     return 0
 
 
-cdef int call_all(list callbacks, object argument) except -1:
-    """Call callbacks in order, each once, and empty the list.
+cdef int call_all(Request request) except -1:
+    """Call the callbacks of a request that is done, in order, each once.
 
     An Exception is logged; any other BaseException is raised once all were called.  The
     list needs no lock: a thread pops a callback before it calls it.
     """
+    cdef list callbacks = request.callbacks
+    cdef set calling = CALLER.calling
     interruption = None
+    thread = PyThread_get_thread_ident()
+    nested = thread in calling
+    calling.add(thread)
     while callbacks:
         try:
             fn = callbacks.pop(0)
@@ -821,13 +831,24 @@ cdef int call_all(list callbacks, object argument) except -1:
             # Another thread took the last one.
             break
         try:
-            fn(argument)
+            fn(request)
         except Exception:
-            _log.exception("a callback of %r has failed", argument)
+            _log.exception("a callback of %r has failed", request)
         except BaseException as error:
             interruption = error
+    if not nested:
+        calling.discard(thread)
+    forget_call(request)
     if interruption is not None:
         raise interruption
+    return 0
+
+
+cdef int forget_call(Request request) except -1:
+    """Tell the thread for callbacks that those of a request have been called."""
+    cdef set waiting = CALLER.requests.get(request._workers)
+    if waiting is not None:
+        waiting.discard(request)
     return 0
 
 
@@ -838,6 +859,16 @@ cdef int forget(list callbacks, object fn) except -1:
     except ValueError:
         # It was called already, or a thread is about to call it.
         pass
+    return 0
+
+
+cdef int add_close_error(object error, int close_error, Request request) except -1:
+    """Tell of a close(2) that failed after a request that failed or was cancelled."""
+    closing = error_in_words(-close_error, f"(close after the {request.doing()})", request.path)
+    if error is not None and error.__cause__ is None:
+        error.__cause__ = closing
+    else:
+        _log.error("%s", closing)
     return 0
 
 
@@ -860,7 +891,7 @@ cdef int finish_and_release(Request request) except -1:
         request.release_memory()
     del file
     if request.finished and request.callbacks is not None:
-        call_all(request.callbacks, request)
+        call_all(request)
     if interruption is not None:
         raise interruption
     return 0
