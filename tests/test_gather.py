@@ -239,7 +239,8 @@ class TestPageCache:
         for _ in range(5):
             warm_pages(on_disk, range(12))
             before = routes(handle)
-            handle.gather(on_disk, offsets, sizes, out, out_offsets=places)
+            # Not gather(), which tries in the calling thread first.
+            handle.submit_gather(on_disk, offsets, sizes, out, out_offsets=places).wait()
             found.append((routes(handle) - before)["buffered"])
             read = np.concatenate([out[: 10 * PAGE], out[20 * PAGE :]])
             assert np.array_equal(read, taken(offsets, sizes))
@@ -270,6 +271,20 @@ class TestPageCache:
             assert found == (bytes(700) + wanted + bytes(300) if places else wanted)
         assert False in woken[True]
         assert True in woken[False]
+
+    def test_few_cached_records_are_read_by_the_calling_thread(self, open_handle, on_disk):
+        offsets, sizes = np.array([5000, 70, 9000]), np.array([3000, 1, 2000])
+        handle, woken, out = open_handle(), [], np.zeros(7000, np.uint8)
+        for places in (None, [3000, 6999, 100]) * 5:
+            warm_pages(on_disk, range(3))
+            before, requests = wakeups(), handle.stats()["requests"]
+            handle.gather(on_disk, offsets, sizes, out[: 7000 if places else 5001], out_offsets=places)
+            woken.append(wakeups() != before)
+            assert handle.stats()["requests"] == requests + 1
+            wanted = np.split(taken(offsets, sizes), np.cumsum(sizes)[:-1])
+            for place, record in zip(places or [0, 3000, 3001], wanted, strict=True):
+                assert np.array_equal(out[place : place + len(record)], record)
+        assert False in woken
 
     def test_one_record_fails_as_any_other(self, handle, on_disk):
         """Its page is cached as far as the file goes."""

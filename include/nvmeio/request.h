@@ -33,6 +33,8 @@ struct nvmeio_transfer {
     bool data_only; /* of an fsync: only the data and what is needed to read them, as
                      * fdatasync(2) */
     bool buffered;  /* nvmeio_perform() only if it goes through the page cache */
+    bool more;      /* nvmeio_perform(): others of the same request follow, of which the
+                     * last one is counted */
     void *user;     /* returned by nvmeio_handle_pop(); NULL: not reported there */
     struct nvmeio_after after;
 };

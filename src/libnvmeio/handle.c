@@ -522,6 +522,8 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         goto unsuited;
     }
     nvmeio_queue_add(&handle->queue, &request, &at_once);
+    if (transfer->more)
+        handle->queue.stats.requests--;
     bool has_block = nvmeio_request_has_block(&request);
     if (has_block)
         /* One block takes all of it, even if it is not aligned. */

@@ -66,7 +66,7 @@ def load(path: Path) -> npt.NDArray[Any]:
 def opened_npy(path: Path) -> Iterator[tuple[File, Layout, npt.NDArray[Any]]]:
     """Open a file, read its header, and allocate an array for its elements."""
     with File(path) as file:
-        layout = read_layout(file)
+        layout = read_layout(file, shared=False)
         shape = layout.shape[::-1] if layout.fortran else layout.shape
         yield file, layout, empty(shape, layout.dtype)
 

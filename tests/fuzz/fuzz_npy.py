@@ -66,7 +66,7 @@ def read_by_nvmeio(path):
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
         try:
-            return read_layout(file), None
+            return read_layout(file, shared=True), None
         except ValueError as error:
             return None, str(error)
         finally:

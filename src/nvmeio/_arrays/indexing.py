@@ -77,14 +77,14 @@ class Selection:
         These are positions; or offsets in bytes, if the array begins at `begin` and its
         elements have `item` bytes.
         """
-        found: Any = begin + self.base * item
+        found = np.full(1, begin + self.base * item, np.int64)
         for part in self.outer:
             if isinstance(part, Axis):
                 steps = np.arange(part.extent, dtype=np.int64) * (part.stride * item)
             else:
                 steps = part.offsets.ravel() * item
-            found = np.add.outer(found, steps).ravel()
-        return np.asarray(found, np.int64).reshape(-1)
+            found = found + steps if len(found) == 1 else np.add.outer(found, steps).ravel()
+        return found
 
     def hull(self) -> tuple[int, int]:
         """Return the position of the first selected element, and the end of the last.
@@ -151,6 +151,13 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
 
 def select(index: Any, shape: Sequence[int]) -> Selection:
     """Return what an index selects from an array, by numpy's rules."""
+    # The most common indices, which would take several times as long below.
+    if type(index) is np.ndarray and index.dtype.kind in "iu" and index.ndim and shape:
+        return select_rows(index, shape, "on axis 0, index")
+    if type(index) is int and shape and -shape[0] <= index < shape[0]:
+        run = math.prod(shape[1:])
+        base = (index % shape[0]) * run
+        return Selection(tuple(shape[1:]), run, base, (), scalar=len(shape) == 1)
     items = [_item_of(item) for item in (index if isinstance(index, tuple) else (index,))]
     used = omitted = 0
     for item in items:
@@ -169,9 +176,9 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
     return in_runs(parts, walk.base, scalar=not (omitted or parts))
 
 
-def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
+def select_rows(rows: Any, shape: Sequence[int], name: str = "rows") -> Selection:
     """Select rows of an array with at least one axis."""
-    found, inner = positions(rows, shape[0], "rows"), tuple(shape[1:])
+    found, inner = positions(rows, shape[0], name), tuple(shape[1:])
     run = math.prod(inner)
     return Selection(found.shape + inner, run, 0, (Points(found * run),), scalar=False)
 

@@ -6,6 +6,7 @@ length and in its encoding.
 
 import ast
 import contextlib
+import functools
 import io
 import math
 import os
@@ -91,9 +92,12 @@ def has_magic(file: File, offset: int = 0) -> bool:
     return os.pread(file.fileno(), len(magic), offset) == magic
 
 
-def read_layout(file: File) -> Layout:
-    """Read the header of a .npy file, while no append changes it."""
-    with naming(file.path), header_for_reading(file) as descriptor:
+def read_layout(file: File, *, shared: bool) -> Layout:
+    """Read the header of a .npy file, while no append changes it.
+
+    With `shared`, other threads may be reading the header of the same open file.
+    """
+    with naming(file.path), header_for_reading(file, shared=shared) as descriptor:
         head, size = io.BytesIO(_read_head(descriptor)), file.size
     try:
         shape, fortran, dtype = _read_header(head)
@@ -154,6 +158,9 @@ def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[An
     return _parse(header)
 
 
+# numpy takes 60 us, several times as long as to read a small file; and the files of a data
+# set have the same header, which is at most a few hundred bytes long.
+@functools.lru_cache(maxsize=64)
 def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Have numpy parse a header."""
     _check_units(header)

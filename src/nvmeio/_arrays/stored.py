@@ -77,7 +77,7 @@ class StoredArray:
                 f"{path!r} is not a .npy file; with dtype= it is read as raw bytes.  "
                 "Save an array that is inside an archive (.npz, .pt) by itself first"
             )
-        layout = read_layout(self.file)
+        layout = read_layout(self.file, shared=True)
         if layout.fortran:
             raise ValueError(
                 f"{path!r} is in Fortran order, so its rows are not contiguous; read "
@@ -117,7 +117,7 @@ class StoredArray:
             raise OSError(errno.ESTALE, words)
         seen = self.layout
         if not self.raw:
-            layout = read_layout(self.file)
+            layout = read_layout(self.file, shared=True)
         elif self.grows:
             layout = self._raw_layout((-1, *seen.shape[1:]), seen.offset)
         else:

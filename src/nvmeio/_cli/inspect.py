@@ -95,7 +95,7 @@ def _npy(path: str) -> dict[str, Any] | None:
     with File(path, direct=False) as file:
         if not has_magic(file):
             return None
-        layout = read_layout(file)
+        layout = read_layout(file, shared=False)
     tensor = {
         "name": "",
         "dtype": str(layout.dtype),

@@ -180,8 +180,15 @@ def locked_header(descriptor: int, kind: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def header_for_reading(file: HasFileno) -> Iterator[int]:
-    """Lock a file's header for reading; yield a descriptor of the file, opened anew."""
+def header_for_reading(file: HasFileno, *, shared: bool) -> Iterator[int]:
+    """Lock a file's header for reading; yield a descriptor of the file.
+
+    With `shared`, the file is opened anew, because other threads use this open file.
+    """
+    if not shared:
+        with locked_header(file.fileno(), fcntl.F_RDLCK):
+            yield file.fileno()
+        return
     with (
         opened(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY) as descriptor,
         locked_header(descriptor, fcntl.F_RDLCK),

@@ -24,6 +24,7 @@ cdef extern from "nvmeio/request.h" nogil:
         int64_t offset
         bint data_only
         bint buffered
+        bint more
         void *user
         nvmeio_after after
 

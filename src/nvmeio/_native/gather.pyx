@@ -46,6 +46,10 @@ from nvmeio._memory.registry import library_of
 from nvmeio._memory.strides import parts_of
 from nvmeio._arguments.checks import exact_array, has_integers
 
+# How much of a gather the calling thread reads itself, if the page cache has it.
+cdef Py_ssize_t AT_ONCE_RECORDS = 64
+cdef size_t AT_ONCE_BYTES = 1 << 20
+
 _ndarray = numpy.ndarray
 _int64 = numpy.dtype(numpy.int64)
 
@@ -196,26 +200,39 @@ cdef class GatherRequest(Request):
         return result
 
     cdef bint perform(self, nvmeio_handle *handle) except -1:
-        """Read a record that the page cache has; leave others, and errors, to submit()."""
+        """Read few records that the page cache has, and leave any others to submit()."""
         cdef nvmeio_gather gather
         cdef nvmeio_transfer transfer
-        cdef size_t offender
-        cdef int result
-        self.describe(&gather)
-        if self.op != OP_READ or self.count != 1:
+        cdef size_t offender, i, total = 0
+        cdef int result = 0
+        if self.op != OP_READ or not 0 < self.count <= AT_ONCE_RECORDS:
             return False
+        self.describe(&gather)
         if c_gather.gather_check(&gather, &offender) < 0:
             return False
         fill_transfer(self, &transfer)
+        transfer.pass_file = False
         transfer.buffered = True
-        transfer.offset = gather.offsets[0]
-        if gather.places != NULL:
-            transfer.address = <char *> gather.address + gather.places[0]
         with nogil:
-            result = c_request.perform(handle, &transfer, &self.c_outcome)
-        if result <= 0:
-            self.file.take_back(transfer.file)
-        self.performed = result == 1 and self.c_outcome.result >= 0
+            for i in range(gather.count):
+                transfer.more = i + 1 < gather.count
+                transfer.size = gather.sizes[0 if gather.one_size else i]
+                transfer.offset = gather.offsets[i]
+                transfer.address = <char *> gather.address + (
+                    gather.places[i] if gather.places != NULL else <int64_t> total
+                )
+                total += transfer.size
+                if total > AT_ONCE_BYTES:
+                    break
+                result = c_request.perform(handle, &transfer, &self.c_outcome)
+                # Also a record that failed: submit() finds all that fail.
+                if result != 1 or self.c_outcome.result < 0:
+                    break
+            else:
+                self.performed = True
+        self.file.take_back(transfer.file)
+        if self.performed:
+            self.c_outcome.result = self.c_outcome.got = total
         return self.performed
 
     cdef int raise_refusal(self, int result, size_t offender) except -1:

@@ -807,6 +807,7 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     transfer.offset = request.offset
     transfer.data_only = request.data_only
     transfer.buffered = False
+    transfer.more = False
     transfer.user = <void *> request
     transfer.after.count = 0
     return 0
