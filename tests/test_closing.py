@@ -282,9 +282,10 @@ def test_a_cancelled_request_tells_of_it(handle, path, faults, waited_for):
     assert request.cancel()
     faults.set(flush={"error": errno.ENOSPC})
     if waited_for:
-        error = pytest.raises(CancelledError, request.wait).value
-        assert error.__cause__.errno == errno.ENOSPC
-        assert error.__cause__.filename == str(path)
+        with pytest.raises(CancelledError) as caught:
+            request.wait()
+        cause = caught.value.__cause__
+        assert (cause.errno, cause.filename) == (errno.ENOSPC, str(path))
     else:
         handle.drain()
         with pytest.warns(RuntimeWarning, match="close after the write"):

@@ -278,7 +278,9 @@ class TestPageCache:
         for places in (None, [3000, 6999, 100]) * 5:
             warm_pages(on_disk, range(3))
             before, requests = wakeups(), handle.stats()["requests"]
-            handle.gather(on_disk, offsets, sizes, out[: 7000 if places else 5001], out_offsets=places)
+            handle.gather(
+                on_disk, offsets, sizes, out[: 7000 if places else 5001], out_offsets=places
+            )
             woken.append(wakeups() != before)
             assert handle.stats()["requests"] == requests + 1
             wanted = np.split(taken(offsets, sizes), np.cumsum(sizes)[:-1])

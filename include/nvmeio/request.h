@@ -56,16 +56,16 @@ struct nvmeio_failure {
 };
 
 struct nvmeio_outcome {
-    int64_t result; /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ...; if
-                     * several blocks failed, that of the lowest offset */
-    int64_t got;    /* after a failure: bytes transferred from the start; after
-                     * -ENODATA, the bytes that the file has there */
-    bool closing;   /* the error is of close(2), after all bytes were transferred: this
-                     * request held the last reference to a file that was open for
-                     * writing, and its bytes may be lost */
+    int64_t result;  /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ...; if
+                      * several blocks failed, that of the lowest offset */
+    int64_t got;     /* after a failure: bytes transferred from the start; after
+                      * -ENODATA, the bytes that the file has there */
+    bool closing;    /* the error is of close(2), after all bytes were transferred: this
+                      * request held the last reference to a file that was open for
+                      * writing, and its bytes may be lost */
     int close_error; /* what that close(2) returned, or 0; the result does not say so
                       * if the request itself failed or was cancelled */
-    bool abandoned; /* the kernel may still use the memory: never free it */
+    bool abandoned;  /* the kernel may still use the memory: never free it */
     size_t
         blocker; /* index in `after` of the request that failed; SIZE_MAX: none did */
 };

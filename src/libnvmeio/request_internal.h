@@ -140,7 +140,7 @@ struct nvmeio_request {
     bool abandoned;
     bool closing;    /* the error is of close(2) */
     int close_error; /* what close(2) returned, or 0 */
-    bool settled; /* settle() was called, if it was needed */
+    bool settled;    /* settle() was called, if it was needed */
     /* Once done: bytes transferred. Before that: the lowest position that failed. */
     size_t got;
 

@@ -134,7 +134,8 @@ class Caller:
                     eventfd.unwatch(workers)
             watched = busy
             # Not a look at each request, of which there may be thousands.
-            signalled &= all([_collect(workers) for workers in busy])
+            for workers in busy:
+                signalled &= _collect(workers)
             with self._lock:
                 busy = self._busy()
                 # After a round without requests no handle signals the eventfd any more.

@@ -865,7 +865,8 @@ cdef int forget(list callbacks, object fn) except -1:
 
 cdef int add_close_error(object error, int close_error, Request request) except -1:
     """Tell of a close(2) that failed after a request that failed or was cancelled."""
-    closing = error_in_words(-close_error, f"(close after the {request.doing()})", request.path)
+    words = f"(close after the {request.doing()})"
+    closing = error_in_words(-close_error, words, request.path)
     if error is not None and error.__cause__ is None:
         error.__cause__ = closing
     else:
