@@ -132,8 +132,9 @@ class StoredArray:
 
     def refresh(self) -> None:
         """See the rows that others have appended."""
-        lock = locked_for_reading if self.raw else header_for_reading
-        with naming(self.file.path), lock(self.file):
+        file = self.file
+        lock = locked_for_reading(file) if self.raw else header_for_reading(file, shared=True)
+        with naming(file.path), lock:
             self.take(self.layout_now())
 
     def take(self, layout: Layout) -> None:
