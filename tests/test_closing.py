@@ -277,10 +277,11 @@ def test_only_the_last_request_of_a_path_raises_it(handle, path, faults):
 @pytest.mark.parametrize("waited_for", [True, False])
 def test_a_cancelled_request_tells_of_it(handle, path, faults, waited_for):
     faults.set(flush={"error": errno.ENOSPC}, write={"held": True})
-    first = handle.submit_write(pattern(PAGE), f"{path}.other.plain")
+    first = handle.submit_write(pattern(PAGE), f"{path}.other")
     request = handle.submit_write(pattern(PAGE), path, after=first)
     assert request.cancel()
     faults.set(flush={"error": errno.ENOSPC})
+    assert first.exception().errno == errno.ENOSPC
     if waited_for:
         with pytest.raises(CancelledError) as caught:
             request.wait()
