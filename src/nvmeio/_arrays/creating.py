@@ -47,8 +47,7 @@ def create_file(
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 # From here on, the old contents are gone.
                 before = None
-                os.ftruncate(file, len(header))
-                os.ftruncate(file, size)
+                made.clear(len(header), size)
             made.check_written()
         except BaseException:
             if not overwrite and made.number >= 0:

@@ -13,7 +13,7 @@ from libc.errno cimport EINTR
 from libc.errno cimport errno as c_errno
 from posix.fcntl cimport O_CLOEXEC
 from posix.unistd cimport close as c_close
-from posix.unistd cimport getpid, unlink
+from posix.unistd cimport ftruncate, getpid, unlink
 
 from nvmeio._arguments.checks import encoded
 
@@ -56,6 +56,21 @@ cdef class Descriptor:
             if number < 0 or c_close(number) != 0:
                 error = c_errno
         if error and error != EINTR:
+            raise OSError(error, os.strerror(error))
+
+    def clear(self, Py_ssize_t kept, Py_ssize_t size):
+        """Fill a file with zeros up to `size`, except for its first `kept` bytes.
+
+        It is shorter meanwhile, so no signal handler may run in between.
+        """
+        cdef Py_ssize_t sizes[2]
+        cdef int number = self.number, step = 0, error = 0
+        sizes[:] = [kept, size]
+        with nogil:
+            while step < 2 and error in (0, EINTR):
+                error = c_errno if ftruncate(number, sizes[step]) else 0
+                step += not error
+        if error:
             raise OSError(error, os.strerror(error))
 
     def close(self):
