@@ -7,11 +7,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -68,12 +70,13 @@ static struct {
     [NVMEIO_FAULT_SIGNAL] = {.name = "signal"},
     [NVMEIO_FAULT_TRUNCATE] = {.name = "truncate"},
     [NVMEIO_FAULT_STAT] = {.name = "stat"},
+    [NVMEIO_FAULT_SIGINT] = {.name = "sigint"},
 };
 
 static uint64_t seed;
 static char pause_at[32]; /* "": at every call */
 static uint64_t pause_ms; /* 0: at random */
-static _Atomic(const char *) paused_at;
+static _Atomic(const char *) paused_at, interrupted_at;
 static atomic_bool paused_after;
 static struct tally own_tallies[NVMEIO_FAULT_COUNT];
 static struct tally *tallies = own_tallies;
@@ -168,6 +171,7 @@ static void configure(const char *text)
     seed = pause_ms = 0;
     pause_at[0] = 0;
     atomic_store(&paused_at, NULL);
+    atomic_store(&interrupted_at, NULL);
     tallies = own_tallies;
     for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
         kinds[i].rate = kinds[i].exact_count = 0;
@@ -244,6 +248,20 @@ void nvmeio_fault_pause(const char *call, bool after)
             ;
     }
     errno = error;
+}
+
+bool nvmeio_fault_interrupt(const char *call)
+{
+    if (!nvmeio_fault_strikes(NVMEIO_FAULT_SIGINT, NULL))
+        return false;
+    atomic_store(&interrupted_at, call);
+    syscall(SYS_tgkill, getpid(), getpid(), SIGINT);
+    return syscall(SYS_gettid) == getpid();
+}
+
+const char *nvmeio_fault_interrupted(void)
+{
+    return atomic_load(&interrupted_at);
 }
 
 const char *nvmeio_fault_paused(bool *after)

@@ -21,6 +21,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "nvmeio/base.h"
+
 enum nvmeio_fault {
     /* Faults of blocks, on every engine; in fault_engine.c. */
     NVMEIO_FAULT_SHORT,    /* a transfer moves a part */
@@ -52,7 +54,8 @@ enum nvmeio_fault {
     NVMEIO_FAULT_DESCRIPTORS, /* none is left */
     NVMEIO_FAULT_SIGNAL,      /* one arrives while a file is opened */
     NVMEIO_FAULT_TRUNCATE,    /* a file cannot be truncated */
-    NVMEIO_FAULT_STAT, /* the state of a file, memory or this process is unknown */
+    NVMEIO_FAULT_STAT,   /* the state of a file, memory or this process is unknown */
+    NVMEIO_FAULT_SIGINT, /* SIGINT reaches the main thread at a system call of any */
 
     NVMEIO_FAULT_COUNT
 };
@@ -65,12 +68,20 @@ bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *number);
 /* Sleep if a pause strikes, before or after the call of this name.  Keeps errno. */
 void nvmeio_fault_pause(const char *call, bool after);
 
+/* Send SIGINT to the main thread if that strikes at the system call of this name;
+ * return whether the main thread is the one that makes it, so that it is interrupted.
+ */
+NVMEIO_API bool nvmeio_fault_interrupt(const char *call);
+
+/* The call at which SIGINT was sent; NULL if it was not. */
+NVMEIO_API const char *nvmeio_fault_interrupted(void);
+
 /* The call at which a thread has last paused; NULL if none has. */
 const char *nvmeio_fault_paused(bool *after);
 
-/* Set the faults as NVMEIO_FAULTS would, and count from the beginning; "": none.  For C
- * tests; no other thread may be in the library. */
-void nvmeio_fault_configure(const char *text);
+/* Set the faults as NVMEIO_FAULTS would, and count from the beginning; "": none.  For
+ * tests, those in Python by ctypes; other threads of the library may only wait. */
+NVMEIO_API void nvmeio_fault_configure(const char *text);
 
 /* How often a kind could strike since then, and did. */
 uint64_t nvmeio_fault_occasions(enum nvmeio_fault kind);

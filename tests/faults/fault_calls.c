@@ -55,17 +55,32 @@ static void pause_after(const char *const *call)
     const char *const call __attribute__((cleanup(pause_after))) =                     \
         pause_before(__func__)
 
-/* A call that may fail; then it returns `failure`. */
-#define CALL(type, name, parameters, arguments, fails, failure)                        \
+/* Whether SIGINT has come to this thread, at its last system call. */
+static _Thread_local bool signalled;
+
+/* That of a system call, where SIGINT may come too. */
+#define ENTERS                                                                         \
+    PAUSES;                                                                            \
+    signalled = nvmeio_fault_interrupt(call)
+
+#define REPLACEMENT(first, type, name, parameters, arguments, fails, failure)          \
     type nvmeio_faulty_##name parameters                                               \
     {                                                                                  \
-        PAUSES;                                                                        \
+        first;                                                                         \
         return (fails) ? (failure) : name arguments;                                   \
     }
 
-/* A call that only pauses. */
-#define PAUSED_CALL(name, parameters, arguments)                                       \
+/* A system call that may fail; then it returns `failure`. */
+#define CALL(...) REPLACEMENT(ENTERS, __VA_ARGS__)
+
+/* One that does not fail. */
+#define SURE_CALL(name, parameters, arguments)                                         \
     CALL(int, name, parameters, arguments, false, 0)
+
+/* A call that seldom enters the kernel, and is not interrupted there. */
+#define LOCAL_CALL(...) REPLACEMENT(PAUSES, __VA_ARGS__)
+#define PAUSED_CALL(name, parameters, arguments)                                       \
+    LOCAL_CALL(int, name, parameters, arguments, false, 0)
 
 /* Whether a call fails, and then sets errno to one of these, at random. */
 static bool fails(enum nvmeio_fault kind, const int *errors, unsigned count)
@@ -83,9 +98,16 @@ static bool fails_with(enum nvmeio_fault kind, int error)
     return fails(kind, &error, 1);
 }
 
+static bool is_signalled(void)
+{
+    if (signalled)
+        errno = EINTR;
+    return signalled;
+}
+
 static bool is_interrupted(void)
 {
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR);
+    return is_signalled() || fails_with(NVMEIO_FAULT_EINTR, EINTR);
 }
 
 /* Whether a transfer has a passing error. */
@@ -130,12 +152,12 @@ CALL(int, sem_wait, (sem_t * semaphore), (semaphore), is_interrupted(), -1)
 PAUSED_CALL(pthread_mutex_lock, (pthread_mutex_t * mutex), (mutex))
 PAUSED_CALL(pthread_mutex_unlock, (pthread_mutex_t * mutex), (mutex))
 PAUSED_CALL(pthread_cond_broadcast, (pthread_cond_t * condition), (condition))
-PAUSED_CALL(pthread_join, (pthread_t thread, void **result), (thread, result))
+SURE_CALL(pthread_join, (pthread_t thread, void **result), (thread, result))
 PAUSED_CALL(sem_post, (sem_t * semaphore), (semaphore))
-PAUSED_CALL(eventfd_write, (int fd, eventfd_t value), (fd, value))
-PAUSED_CALL(close, (int fd), (fd))
-PAUSED_CALL(unlink, (const char *path), (path))
-PAUSED_CALL(munlock, (const void *address, size_t size), (address, size))
+SURE_CALL(eventfd_write, (int fd, eventfd_t value), (fd, value))
+SURE_CALL(close, (int fd), (fd))
+SURE_CALL(unlink, (const char *path), (path))
+SURE_CALL(munlock, (const void *address, size_t size), (address, size))
 
 /* A wait that ends for nothing, which POSIX allows. */
 static bool wakes_for_nothing(pthread_mutex_t *mutex)
@@ -181,7 +203,7 @@ CALL(int, io_uring_submit, (struct io_uring * ring), (ring), entry_error(), -err
 
 int nvmeio_faulty_io_uring_submit_and_wait(struct io_uring *ring, unsigned count)
 {
-    PAUSES;
+    ENTERS;
     int error = entry_error();
     int result = error ? error : io_uring_submit_and_wait(ring, count);
 
@@ -202,7 +224,7 @@ CALL(int, io_uring_queue_init_params,
 
 void nvmeio_faulty_io_uring_queue_exit(struct io_uring *ring)
 {
-    PAUSES;
+    ENTERS;
     io_uring_queue_exit(ring);
 }
 #endif
@@ -216,7 +238,7 @@ static bool refuses_a_context(void)
 
 CALL(int, io_setup, (int count, io_context_t *context), (count, context),
      refuses_a_context(), -errno)
-PAUSED_CALL(io_destroy, (io_context_t context), (context))
+SURE_CALL(io_destroy, (io_context_t context), (context))
 CALL(int, io_submit, (io_context_t context, long count, struct iocb **controls),
      (context, (long)part_of((size_t)count), controls),
      fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN), -EAGAIN)
@@ -250,14 +272,15 @@ static bool tells_no_residence(void)
     return fails(NVMEIO_FAULT_MEMORY, errors, 2);
 }
 
-CALL(void *, malloc, (size_t size), (size), lacks_memory(), NULL)
-CALL(void *, calloc, (size_t count, size_t size), (count, size), lacks_memory(), NULL)
-CALL(char *, strdup, (const char *text), (text), lacks_memory(), NULL)
-CALL(void *, tsearch,
-     (const void *key, void **root, int (*compare)(const void *, const void *)),
-     (key, root, compare), lacks_memory(), NULL)
-CALL(int, posix_memalign, (void **memory, size_t alignment, size_t size),
-     (memory, alignment, size), lacks_memory(), ENOMEM)
+LOCAL_CALL(void *, malloc, (size_t size), (size), lacks_memory(), NULL)
+LOCAL_CALL(void *, calloc, (size_t count, size_t size), (count, size), lacks_memory(),
+           NULL)
+LOCAL_CALL(char *, strdup, (const char *text), (text), lacks_memory(), NULL)
+LOCAL_CALL(void *, tsearch,
+           (const void *key, void **root, int (*compare)(const void *, const void *)),
+           (key, root, compare), lacks_memory(), NULL)
+LOCAL_CALL(int, posix_memalign, (void **memory, size_t alignment, size_t size),
+           (memory, alignment, size), lacks_memory(), ENOMEM)
 CALL(void *, mmap,
      (void *address, size_t size, int protection, int flags, int fd, off_t offset),
      (address, size, protection, flags, fd, offset), lacks_memory(), MAP_FAILED)
@@ -276,14 +299,13 @@ static bool ends_wait(int command)
     if ((command & FUTEX_CMD_MASK) != FUTEX_WAIT_BITSET)
         return false;
     errno = 0;
-    return nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL) ||
-           fails_with(NVMEIO_FAULT_EINTR, EINTR);
+    return nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL) || is_interrupted();
 }
 
 /* mbind(2), futex(2) and cachestat(2), with six arguments. */
 long nvmeio_faulty_syscall(long number, ...)
 {
-    PAUSES;
+    ENTERS;
     long words[6];
     va_list rest;
 
@@ -306,21 +328,21 @@ static bool lacks_descriptors(void)
 
 int nvmeio_faulty_open(const char *path, int flags, ...)
 {
-    PAUSES;
+    ENTERS;
     va_list rest;
 
     va_start(rest, flags);
     bool makes = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE;
     mode_t mode = makes ? va_arg(rest, mode_t) : 0;
     va_end(rest);
-    if (lacks_descriptors() || fails_with(NVMEIO_FAULT_SIGNAL, EINTR))
+    if (lacks_descriptors() || is_signalled() || fails_with(NVMEIO_FAULT_SIGNAL, EINTR))
         return -1;
     return open(path, flags, mode);
 }
 
 int nvmeio_faulty_fcntl(int fd, int command, ...)
 {
-    PAUSES;
+    ENTERS;
     va_list rest;
 
     va_start(rest, command);
@@ -361,7 +383,7 @@ CALL(int, sched_getaffinity, (pid_t pid, size_t size, cpu_set_t *cpus),
 /* ENOTTY: this kernel or file lacks the request. */
 int nvmeio_faulty_ioctl(int fd, unsigned long request, ...)
 {
-    PAUSES;
+    ENTERS;
     va_list rest;
 
     va_start(rest, request);
@@ -376,4 +398,5 @@ static bool cannot_truncate(void)
     return fails(NVMEIO_FAULT_TRUNCATE, errors, 2);
 }
 
-CALL(int, ftruncate, (int fd, off_t size), (fd, size), cannot_truncate(), -1)
+CALL(int, ftruncate, (int fd, off_t size), (fd, size),
+     is_signalled() || cannot_truncate(), -1)

@@ -42,6 +42,11 @@ static void expire(int signal)
     _exit(1);
 }
 
+static void come(int signal)
+{
+    (void)signal;
+}
+
 /* Kernel threads live on for a while, those of a dead ring as long as the ring. */
 static unsigned threads_of_ours(void)
 {
@@ -86,6 +91,7 @@ static void set_allowed(enum nvmeio_fault kind)
         [NVMEIO_FAULT_SIGNAL] = {-EINTR},
         [NVMEIO_FAULT_TRUNCATE] = {-EIO},
         [NVMEIO_FAULT_STAT] = {-EIO},
+        [NVMEIO_FAULT_SIGINT] = {-EINTR}, /* from an open */
     };
     memcpy(allowed, of_kind[kind], sizeof(allowed));
 }
@@ -198,7 +204,8 @@ static unsigned sweep(enum nvmeio_fault kind, uint64_t stride, uint64_t seed)
 {
     unsigned fired = 0, before = failures;
     uint64_t count = places_of(kind);
-    uint64_t step = kind >= NVMEIO_FAULT_SETUP ? stride / SETUP_SHARE : stride;
+    bool sets_up = kind >= NVMEIO_FAULT_SETUP && kind != NVMEIO_FAULT_SIGINT;
+    uint64_t step = sets_up ? stride / SETUP_SHARE : stride;
 
     if (count == 0)
         return 0;
@@ -276,6 +283,7 @@ int main(int count, char **arguments)
 
     begin();
     signal(SIGALRM, expire);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = come}, NULL);
     path = path_in(test_folder());
     try_nodes();
     nvmeio_pool_set_limit(POOL_BYTES);
