@@ -300,14 +300,14 @@ class TestCleanup:
         for name in ("a", "b.c", "d"):
             os.mkdir(folders.leftover_name(str(tmp_path / name)))
         monkeypatch.setattr(folders, "_start_of", lambda process: -1)
-        rmtree = folders.shutil.rmtree
+        remove_tree = folders.remove_tree
 
         def refused(path):
             if os.path.basename(path).startswith(".b.c."):
                 raise PermissionError(errno.EACCES, "no", path)
-            rmtree(path)
+            remove_tree(path)
 
-        monkeypatch.setattr(folders.shutil, "rmtree", refused)
+        monkeypatch.setattr(folders, "remove_tree", refused)
         with pytest.raises(PermissionError, match=r"\.b\.c\."):
             cleanup(tmp_path)
         assert [name[:5] for name in os.listdir(tmp_path)] == [".b.c."]

@@ -7,7 +7,7 @@ from typing import Any
 
 from nvmeio._native.descriptor import Descriptor, opened
 
-__all__ = ["FOLDER", "Descriptor", "best_effort", "close_quietly", "cut", "opened"]
+__all__ = ["FOLDER", "Descriptor", "best_effort", "cut", "opened"]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -28,12 +28,6 @@ class best_effort:  # noqa: N801  # like contextlib.suppress
         traceback: TracebackType | None,
     ) -> bool:
         return isinstance(error, OSError) and error.errno is not None
-
-
-def close_quietly(descriptor: int) -> None:
-    """Close a descriptor; ignore errors, which mean nothing after reading or a sync."""
-    with best_effort():
-        os.close(descriptor)
 
 
 def cut(file: Any, size: int) -> None:

@@ -9,9 +9,10 @@ import os
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EINTR
+from libc.errno cimport EINTR, EISDIR
 from libc.errno cimport errno as c_errno
-from posix.fcntl cimport O_CLOEXEC
+from libc.string cimport strcmp
+from posix.fcntl cimport O_CLOEXEC, O_DIRECTORY
 from posix.unistd cimport close as c_close
 from posix.unistd cimport ftruncate, getpid, unlink
 
@@ -21,6 +22,19 @@ cdef extern from "<fcntl.h>" nogil:
     int c_open "open"(const char *path, int flags, int mode)
     int F_DUPFD_CLOEXEC
     int c_fcntl "fcntl"(int fd, int command, int argument)
+    int openat(int folder, const char *name, int flags)
+    int AT_FDCWD, AT_REMOVEDIR, O_NOFOLLOW
+
+cdef extern from "<unistd.h>" nogil:
+    int unlinkat(int folder, const char *name, int flags)
+
+cdef extern from "<dirent.h>" nogil:
+    ctypedef struct DIR
+    cdef struct dirent:
+        char d_name[256]
+    DIR *fdopendir(int fd)
+    dirent *readdir(DIR *listing)
+    int closedir(DIR *listing)
 
 
 cdef class Descriptor:
@@ -95,7 +109,7 @@ cdef class Descriptor:
 
 @cython.final
 cdef class TemporaryName:
-    """The name of a temporary file, which is removed with its object unless kept."""
+    """The name of a temporary file or folder, removed with its object unless kept."""
 
     cdef object path
     cdef bytes name      # None once it is removed or kept
@@ -109,17 +123,18 @@ cdef class TemporaryName:
     def __dealloc__(self):
         self.remove()
 
-    cdef int remove(self) noexcept:
+    cpdef void remove(self) noexcept:
+        """Remove what has the name, as far as possible."""
         cdef const char *c_name
         name, self.name = self.name, None
         if name is not None and self.process == getpid():
             c_name = name
             with nogil:
-                unlink(c_name)
-        return 0
+                if unlink(c_name) and c_errno == EISDIR:
+                    remove_folder(AT_FDCWD, c_name)
 
     def keep(self):
-        """Leave the name: the file is complete, or has another."""
+        """Leave the name: what has it is complete, or has another."""
         self.name = None
 
     def __enter__(self):
@@ -127,6 +142,49 @@ cdef class TemporaryName:
 
     def __exit__(self, *exc_info):
         self.remove()
+
+
+cdef int remove_folder(int parent, const char *name) noexcept nogil:
+    """Remove a folder and what is in it, as far as possible; return the first errno."""
+    cdef DIR *listing = NULL
+    cdef dirent *entry
+    cdef int flags = O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC
+    cdef int error = 0, failed, folder = openat(parent, name, flags)
+    while folder < 0 and c_errno == EINTR:
+        folder = openat(parent, name, flags)
+    if folder < 0:
+        return c_errno
+    listing = fdopendir(folder)
+    if listing == NULL:
+        error = c_errno
+        c_close(folder)
+    while listing != NULL:
+        entry = readdir(listing)
+        if entry == NULL:
+            closedir(listing)
+            break
+        if strcmp(entry.d_name, b".") and strcmp(entry.d_name, b".."):
+            failed = c_errno if unlinkat(folder, entry.d_name, 0) else 0
+            if failed == EISDIR:
+                failed = remove_folder(folder, entry.d_name)
+            error = error or failed
+    if unlinkat(parent, name, AT_REMOVEDIR) and not error:
+        error = c_errno
+    return error
+
+
+def remove_tree(path):
+    """Remove a folder and what is in it; follow no links.
+
+    Ctrl-C in shutil.rmtree() may close a descriptor twice, and is lost in the error.
+    """
+    cdef bytes name = encoded(path)
+    cdef const char *c_name = name
+    cdef int error
+    with nogil:
+        error = remove_folder(AT_FDCWD, c_name)
+    if error:
+        raise OSError(error, os.strerror(error), path)
 
 
 def opened(path, flags, mode=0o666):

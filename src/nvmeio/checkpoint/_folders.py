@@ -7,18 +7,18 @@ import logging
 import os
 import pathlib
 import re
-import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator
 
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, close_quietly, opened
+from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
 from nvmeio._files.locks import in_child_close
 from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
+from nvmeio._native.descriptor import TemporaryName, remove_tree
 from nvmeio._native.file import File
 from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio.safetensors._writing import reserve as reserve_file
@@ -120,46 +120,38 @@ class Unfinished:
     As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
 
-    descriptor = -1
-
     def __init__(self, target: str, *, replace: bool) -> None:
         self.target, self.replace = target, replace
         _check_target(target, replace)
         self.path = leftover_name(target)
         self.process = os.getpid()
+        # Ctrl-C may come at any time: these release the folder with this object.
+        self._name, self._lock = TemporaryName(self.path), Descriptor()
         with naming(target, f" (its folder {os.path.dirname(target)!r})"):
             os.mkdir(self.path)
-        try:
-            self.descriptor = os.open(self.path, FOLDER | os.O_CLOEXEC)
-        except BaseException:
-            os.rmdir(self.path)
-            raise
+        self._lock.open(self.path, FOLDER)
         # The lock shows that the folder is in use where our process ID means nothing, as
         # in another container.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_child_close(self)
 
+    @property
+    def descriptor(self) -> int:
+        """The folder's descriptor; -1 in a forked child."""
+        return self._lock.number
+
     def close(self) -> None:
         """Release the lock, which shows that the folder is in use."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            close_quietly(descriptor)
-
-    def __del__(self) -> None:
-        # Ctrl-C may come before the ``with`` block begins.
-        self.close()
+        self._lock.close()
 
     def __enter__(self) -> "Unfinished":
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            # In a forked child it is closed, because the folder belongs to the parent.
-            if self.descriptor >= 0 and self.path:
-                shutil.rmtree(self.path, ignore_errors=True)
-        finally:
-            self.close()
+        # Not in a forked child, because the folder belongs to the parent.
+        self._name.remove()
+        self.close()
 
     def reserve(self, nbytes: int) -> None:
         """Raise OSError if the file system has no room for `nbytes` bytes."""
@@ -188,16 +180,23 @@ class Unfinished:
                 with naming(self.target):
                     os.fsync(self.descriptor)
             (exchange if old else rename_to_new)(self.path, self.target)
-            left, self.path = self.path, ""
             if sync:
                 words = (
                     f" (it is in its place, but its folder {parent!r} is not synced: its "
                     "name may be lost at a power failure)"
                 )
                 with naming(self.target, words):
-                    os.fsync(descriptor)
+                    self._sync_names(descriptor)
         if old:
-            discard(left)
+            discard(self.path)
+
+    def _sync_names(self, parent: int) -> None:
+        try:
+            os.fsync(parent)
+        except OSError:
+            # The old folder may still have its name on the device.
+            self._name.keep()
+            raise
 
 
 def _check_target(target: str, replace: bool) -> None:
@@ -256,15 +255,15 @@ def _start_of(process: int) -> int:
 
 def set_aside(folder: str) -> None:
     """Remove a folder, whose name disappears in one step."""
-    left = leftover_name(folder)
-    os.rename(folder, left)
-    discard(left)
+    with TemporaryName(leftover_name(folder)) as left:
+        os.rename(folder, left)
+        discard(left)
 
 
 def discard(folder: str) -> None:
     """Remove a folder with a temporary name; if that fails, ``cleanup`` can do it."""
     try:
-        shutil.rmtree(folder)
+        remove_tree(folder)
     except OSError as error:
         _log.warning("an obsolete folder was not removed: %s", error)
 
@@ -340,7 +339,7 @@ def _remove(
                     locked = _locked(descriptor)
                     if not (unlockable if locked is None else locked):
                         continue
-                    shutil.rmtree(entry.path)
+                    remove_tree(entry.path)
                 removed.append(entry.path)
             except FileNotFoundError:
                 continue

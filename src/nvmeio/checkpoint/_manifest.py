@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import crc32c
 
-from nvmeio._files.descriptors import close_quietly
+from nvmeio._files.descriptors import Descriptor
 from nvmeio._memory.available import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
@@ -143,7 +143,7 @@ def require_same(path: str, seen: Checksums, record: Record) -> None:
 def read_json(
     folder: str,
     name: str,
-    opener: Callable[[str], int],
+    opener: Callable[[str], Descriptor],
     manifest: Manifest | None = None,
 ) -> Any:
     """Read a JSON file of a checkpoint; raise CheckpointError, with the path, if invalid.
@@ -152,8 +152,7 @@ def read_json(
     """
     limit = MANIFEST_BYTES_MAX if name == MANIFEST else TREE_BYTES_MAX
     path = os.path.join(folder, name)
-    descriptor = opener(path)
-    try:
+    with opener(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
@@ -161,8 +160,6 @@ def read_json(
             require_available(_MEMORY_PER_BYTE * size, f"parsing {path}")
         with open(descriptor, "rb", closefd=False) as file:
             text = file.read(limit)
-    finally:
-        close_quietly(descriptor)
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
         seen(text)
@@ -202,7 +199,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_manifest(folder: str, step: int, opener: Callable[[str], int]) -> Manifest:
+def read_manifest(folder: str, step: int, opener: Callable[[str], Descriptor]) -> Manifest:
     """Read and check the manifest of a step's folder, and the sizes of its files."""
     path = os.path.join(folder, MANIFEST)
     wrong = functools.partial(_wrong, path)

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute
+from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
@@ -207,7 +207,7 @@ class _Folder:
         path = self.path(name)
         with contextlib.suppress(FileNotFoundError):
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                remove_tree(path)
             else:
                 os.unlink(path)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nvmeio._files.descriptors import FOLDER, close_quietly
+from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
@@ -45,7 +45,8 @@ class Held:
 
     def __init__(self, folder: str, step: int) -> None:
         self.folder, self.step = folder, step
-        self._descriptors: list[int] = []
+        # Ctrl-C may come at any time: they are closed with this object.
+        self._place, self._held = Descriptor(), Descriptor()
         try:
             self._open_folder()
             self._lock()
@@ -62,45 +63,38 @@ class Held:
 
     def _open_folder(self) -> None:
         try:
-            descriptor = os.open(self.folder, FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._place.open(self.folder, FOLDER | os.O_NOFOLLOW)
         except NotADirectoryError:
             raise CheckpointError(
                 f"{self.folder} is not a folder, or is a symbolic link"
             ) from None
-        self._descriptors.append(descriptor)
 
     def _lock(self) -> None:
-        lock = self._opened(os.path.join(self.folder, MANIFEST))
-        self._descriptors.append(lock)
+        self._held = self._opened(os.path.join(self.folder, MANIFEST))
         # Pruning tests this lock, and leaves the step alone if it is held.
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            fcntl.flock(self._held.number, fcntl.LOCK_SH)
 
-    def _opened(self, path: str) -> int:
+    def _opened(self, path: str) -> Descriptor:
         """Open a regular file; raise CheckpointError for anything else."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, flags)
+            file = opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         except OSError as error:
             if os.path.islink(path):
                 raise CheckpointError(f"{path} is a symbolic link") from None
             raise error from None
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-        except BaseException:
-            close_quietly(descriptor)
-            raise
-        return descriptor
+        if not stat.S_ISREG(os.fstat(file.number).st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        return file
 
     def is_there(self) -> bool:
         """Return whether the folder that was opened still has its name."""
-        if not self._descriptors:
+        if self._place.number < 0:
             return os.path.lexists(self.folder)
         try:
-            return os.path.samestat(os.lstat(self.folder), os.fstat(self._descriptors[0]))
+            return os.path.samestat(os.lstat(self.folder), os.fstat(self._place.number))
         except FileNotFoundError:
             return False
 
@@ -110,13 +104,8 @@ class Held:
 
     def close(self) -> None:
         """Release the lock, so that the step may be removed."""
-        while self._descriptors:
-            close_quietly(self._descriptors.pop())
-
-    def __del__(self) -> None:
-        # Ctrl-C may come before the ``with`` block begins.
-        if hasattr(self, "_descriptors"):
-            self.close()
+        self._held.close()
+        self._place.close()
 
     def __enter__(self) -> "Held":
         return self

@@ -2,10 +2,10 @@
 
 import importlib
 import os
-import shutil
 from typing import Any
 
 from nvmeio._files.folders import make_folders
+from nvmeio._native.descriptor import remove_tree
 from nvmeio.torch.serialization import load, save
 
 __all__ = ["CheckpointIO"]
@@ -120,7 +120,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         """
         name = _local(path)
         if os.path.isdir(name) and not os.path.islink(name):
-            shutil.rmtree(name)
+            remove_tree(name)
         elif os.path.lexists(name):
             os.unlink(name)
 
