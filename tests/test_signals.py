@@ -39,12 +39,14 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, size):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks for signals elsewhere")
-def test_ctrl_c_anywhere_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("part", range(2))
+def test_ctrl_c_anywhere_leaves_nothing(tmp_path, part):
     """Each call is interrupted at each of its instructions, and twice at every third."""
-    found = run_child("interrupt_everywhere", folder=str(tmp_path)).report
+    options = {"folder": str(tmp_path), "part": part, "parts": 2}
+    found = run_child("interrupt_everywhere", **options).report
     assert {name: report["left"] for name, report in found.items() if report["left"]} == {}
     for name, report in found.items():
-        assert report["came"] > report["places"] // 2, name
+        assert report["came"] >= report["places"] / 2, name
 
 
 class Flushed:

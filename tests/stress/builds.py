@@ -66,6 +66,16 @@ def faulty_package():
     return folder / "lib"
 
 
+@pytest.fixture(scope="session")
+def process_calls(tmp_path_factory):
+    """The library to preload that counts the system calls of a process."""
+    library = tmp_path_factory.mktemp("process-calls") / "calls.so"
+    words = [COMPILER, "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-O1"]
+    words += ["-Wall", "-Wextra", "-Werror", "tests/stress/process_calls.c"]
+    build(*words, "-o", library)
+    return library
+
+
 def link_program(source, folder):
     """Link a C source with the library of `make build`; return the program."""
     library = ROOT / "src" / "nvmeio" / "lib"

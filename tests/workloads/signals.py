@@ -5,6 +5,7 @@ import ctypes
 import dis
 import fcntl
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -13,13 +14,13 @@ import time
 import weakref
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
 import nvmeio
 from helpers import Guarded, pattern
 from nvmeio._events import caller
+from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.safetensors.numpy import load_file, save_file
 from workloads.common import (
     Faults,
@@ -237,7 +238,7 @@ class Sweep:
             steps = list(dis.get_instructions(code)) if wanted else []
             self.points[code] = {
                 step.offset
-                for step, following in pairwise(steps)
+                for step, following in itertools.pairwise(steps)
                 if following.opname.startswith(self.POINTS)
             }
         if not self.points[code]:
@@ -304,20 +305,39 @@ class Sweep:
 
 
 class Ground:
-    """Files, arrays and a handle for the calls that are interrupted."""
+    """Files, arrays, and what stays open, for the calls that are interrupted."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, engine="auto"):
         self.folder = folder
-        self.data = make_file(f"{folder}/data", 10_000)
+        self.engine = engine
+        self.data = make_file(self.path("data"), 10_000)
         self.array = np.arange(1000.0).reshape(100, 10)
-        np.save(f"{folder}/rows.npy", self.array)
-        self.array.tofile(f"{folder}/rows.raw")
+        for name in ("rows", "kept"):
+            np.save(self.path(f"{name}.npy"), self.array)
+        self.array.tofile(self.path("rows.raw"))
         self.memory = bytearray(10_000)
-        self.handle = nvmeio.Handle(workers=1)
+        save_file({"a": self.array}, self.path("model"))
+        os.mkdir(self.path("steps"))
+        self.handle = nvmeio.Handle(workers=1, engine=engine)
+        self.op = nvmeio.aio_handle(engine=engine)
+        self.file = nvmeio.File(self.path("kept"), "w+")
+        self.rows = nvmeio.ArrayFile(self.path("kept.npy"), mode="r+")
         nvmeio.default_handle()
+        # The thread that calls callbacks ends a second after the last.
+        caller.IDLE_MS = 0
 
     def path(self, name):
         return f"{self.folder}/{name}"
+
+    def change(self):
+        """Give the memory that is written other contents."""
+        self.array += 1
+        self.memory[:] = self.array.tobytes() + bytes(2000)
+
+    def content(self, name):
+        """Return the bytes of a file."""
+        with open(self.path(name), "rb") as file:
+            return file.read()
 
     def requests(self, count=3):
         return [
@@ -327,7 +347,7 @@ class Ground:
 
 
 def call_back(ground):
-    with nvmeio.Handle() as handle:
+    with nvmeio.Handle(engine=ground.engine) as handle:
         request = handle.submit_read(bytearray(4096), ground.path("data"))
         request.add_done_callback(lambda _: None)
 
@@ -385,6 +405,45 @@ def use_file(ground):
         file.fsync()
 
 
+def use_kept_file(ground):
+    """Use a file that an earlier interruption must have left usable."""
+    ground.file.seek(0)
+    ground.file.write(b"12345\n")
+    ground.handle.submit_write(ground.memory, ground.file, 6).wait()
+    ground.file.seek(0)
+    ground.file.readall()
+    ground.file.fsync()
+
+
+def use_kept_rows(ground):
+    """Do the same with an array."""
+    ground.rows.append(ground.array[:1])
+    ground.rows.refresh()
+    ground.rows[:2] = ground.rows[[2, 1]]
+    ground.rows.submit_setitem(0, ground.array[5]).wait()
+    ground.rows.flush()
+
+
+def use_op(ground):
+    """Use DeepSpeed's operator, whose memory is pinned."""
+    pinned = nvmeio.empty(10_000, np.uint8)
+    ground.op.async_pread(pinned, ground.path("data"))
+    ground.op.wait()
+    ground.op.sync_pwrite(pinned, ground.path("new"))
+
+
+def use_steps(ground):
+    """Save a checkpoint over the last, and restore it."""
+    with Checkpointer(ground.path("steps"), keep=1) as checkpointer:
+        checkpointer.save(1, {"a": ground.array})
+        checkpointer.restore()
+
+
+def replace_folder(ground):
+    with atomic_directory(ground.path("steps/folder"), replace=True) as folder:
+        (folder / "file").write_bytes(ground.memory)
+
+
 RAW = {"dtype": float, "shape": (-1, 10)}
 SWEPT = {
     "write_file": lambda g: nvmeio.write_file(g.memory, g.path("new"), sync=True),
@@ -419,28 +478,90 @@ SWEPT = {
     "save_file": lambda g: save_file({"a": g.array}, g.path("new")),
     "load_file": lambda g: load_file(g.path("model")),
     "profile": lambda g: nvmeio.profiles.load_profile(g.folder),
+    "kept file": use_kept_file,
+    "kept rows": use_kept_rows,
+    "op": use_op,
+    "checkpoint": use_steps,
+    "folder": replace_folder,
+}
+
+# What these leave, and what it must be: after an interruption, that or what was there.
+LEFT = {
+    "write_file": (lambda g: g.content("new"), lambda g, _: bytes(g.memory)),
+    "save": (lambda g: np.load(g.path("new")), lambda g, _: g.array),
+    "create": (lambda g: np.load(g.path("new")), lambda *_: np.zeros((3, 2))),
+    "append": (
+        lambda g: np.load(g.path("rows.npy")),
+        lambda _, before: np.concatenate([before, np.zeros((1, 10))]),
+    ),
+    "append to raw bytes": (
+        lambda g: np.fromfile(g.path("rows.raw")),
+        lambda _, before: np.concatenate([before, np.zeros(10)]),
+    ),
+    "save_file": (lambda g: load_file(g.path("new"))["a"], lambda g, _: g.array),
+    "folder": (lambda g: g.content("steps/folder/file"), lambda g, _: bytes(g.memory)),
 }
 
 
-def left_of(ground, names):
-    """Return what an interrupted call has left: descriptors, locks, names, threads."""
-    left = {}
-    ground.handle.drain(30)
-    nvmeio.default_handle().drain(30)
-    for handle in (ground.handle, nvmeio.default_handle()):
-        if handle.pending:
-            left["requests"] = handle.pending
-    new = {*os.listdir(ground.folder)} - names
-    if new:
-        left["files"] = sorted(new)
-    for name in ("rows.npy", "rows.raw"):
-        with open(ground.path(name), "r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                left["lock"] = name
-    return left
+class Remains:
+    """Finds what interrupted calls leave: descriptors, locks, files, threads, requests."""
+
+    def __init__(self, ground, name):
+        self.ground = ground
+        self.read, self.expected = LEFT.get(name, (None, None))
+        self.names = {*names_below(ground.folder), "new"}
+        self.before = settled(Counter())
+
+    def begin(self):
+        """Note what there is, and give the next call something else to write."""
+        self.content = self.read and self.read(self.ground)
+        self.ground.change()
+
+    def is_done(self):
+        """Return whether the call has left what it should."""
+        return self.read is None or np.array_equal(
+            self.read(self.ground), self.expected(self.ground, self.content)
+        )
+
+    def check(self, call):
+        """Assert that the call works without interruptions."""
+        self.begin()
+        call()
+        assert self.is_done()
+
+    def look(self):
+        """Return what the last call, which was interrupted, has left."""
+        left = {}
+        if not self.is_done() and not np.array_equal(self.read(self.ground), self.content):
+            left["content"] = "neither the old one nor the new one"
+        ground = self.ground
+        for handle in (ground.handle, ground.op.handle, nvmeio.default_handle()):
+            handle.drain(30)
+            if handle.pending:
+                left["requests"] = handle.pending
+        found = names_below(ground.folder)
+        if new := found - self.names:
+            left["files"], self.names = sorted(new), self.names | new
+        for name in [each for each in found if not each.endswith("/")]:
+            with open(ground.path(name), "r+b") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    left["lock"] = name
+        after = open_now() - self.before and settled(self.before)
+        if after:
+            left["open"], self.before = after, self.before | after
+        return left
+
+
+def names_below(folder):
+    """Return the files in a folder and its folders, and the folders, with a slash."""
+    return {
+        os.path.relpath(os.path.join(path, name), folder) + "/" * (name in folders)
+        for path, folders, names in os.walk(folder)
+        for name in folders + names
+    }
 
 
 def open_now():
@@ -453,35 +574,6 @@ def open_now():
     return found
 
 
-def interrupt_everywhere(folder):
-    """Interrupt each call of SWEPT at each place; report what was left, and how often."""
-    ground, sweep = Ground(folder), Sweep()
-    save_file({"a": ground.array}, ground.path("model"))
-    # The thread that calls callbacks ends a second after the last.
-    caller.IDLE_MS = 0
-    found = {}
-    for name, function in SWEPT.items():
-        call = partial(function, ground)
-        call()
-        targets = sweep.targets(call)
-        before, names = settled(Counter()), {*os.listdir(folder), "new"}
-        came, bad = 0, {}
-        # Every third also a second time, 1 to 6 places later.
-        twice = [(target, 1 + index % 6) for index, target in enumerate(targets[::3])]
-        for target, again in [*((target, 0) for target in targets), *twice]:
-            came += sweep.run(call, target, again)
-            left = left_of(ground, names)
-            after = open_now() - before and settled(before)
-            if after:
-                left["open"], before = after, before | after
-            if left:
-                bad[" at ".join(map(str, sweep.place()))] = left
-        # It still works.
-        call()
-        found[name] = {"places": len(targets), "came": came, "left": bad}
-    report(found)
-
-
 def settled(before):
     """Return what is open more than before, once threads have ended."""
     gc.collect()
@@ -491,3 +583,94 @@ def settled(before):
     ):
         time.sleep(0.001)
     return open_now() - before
+
+
+def interrupt_everywhere(folder, part, parts):
+    """Interrupt some calls of SWEPT at each place; report what was left, and how often."""
+    ground, sweep = Ground(folder), Sweep()
+    found = {}
+    for name, function in list(SWEPT.items())[part::parts]:
+        call = partial(function, ground)
+        call()
+        targets = sweep.targets(call)
+        remains, came, bad = Remains(ground, name), 0, {}
+        # Every third also a second time, 1 to 6 places later.
+        twice = [(target, 1 + index % 6) for index, target in enumerate(targets[::3])]
+        for target, again in [*((target, 0) for target in targets), *twice]:
+            remains.begin()
+            came += sweep.run(call, target, again)
+            if left := remains.look():
+                bad[" at ".join(map(str, sweep.place()))] = left
+        remains.check(call)
+        found[name] = {"places": len(targets), "came": came, "left": bad}
+    report(found)
+
+
+class Interrupter:
+    """Sends SIGINT at a system call of the C library, by its test build."""
+
+    def __init__(self):
+        library = ctypes.CDLL(f"{os.path.dirname(nvmeio.__file__)}/lib/libnvmeio.so")
+        self.configure = library["nvmeio_fault_configure"]
+        self.interrupted = library["nvmeio_fault_interrupted"]
+        self.interrupted.restype = ctypes.c_char_p
+        # The interpreter's calls go through stress/process_calls.c, which is preloaded.
+        hook = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "process_calls_interrupt")
+        hook.value = ctypes.cast(library["nvmeio_fault_interrupt"], ctypes.c_void_p).value
+
+    def run(self, call, numbers):
+        """Call a function with SIGINT at its system calls of these numbers, from 1.
+
+        Return the name of the last of them, or "" if there were fewer, and whether the
+        signal was lost: it neither raised KeyboardInterrupt nor came after the call.
+        """
+        self.late = raised = False
+        try:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                self.configure(",".join(f"sigint@{n}" for n in numbers).encode())
+                call()
+            finally:
+                # Another one may come here, or one that a worker has just sent.
+                signal.signal(signal.SIGINT, self.come_late)
+        except KeyboardInterrupt:
+            raised = True
+        signal.signal(signal.SIGINT, self.come_late)
+        at = (self.interrupted() or b"").decode()
+        deadline = time.monotonic() + 1
+        while at and not (raised or self.late) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.configure(b"")
+        return at, bool(at) and not (raised or self.late)
+
+    def come_late(self, *_):
+        """Note a signal of a worker that went on after the call."""
+        self.late = True
+
+
+def interrupt_system_calls(folder, engine):
+    """Interrupt each call of SWEPT at each system call; report them, and what was left."""
+    ground, interrupter = Ground(folder, engine), Interrupter()
+    found = {}
+    for name, function in SWEPT.items():
+        call = partial(function, ground)
+        call()
+        remains, made, bad = Remains(ground, name), Counter(), {}
+        for number in itertools.count(1):
+            remains.begin()
+            at, lost = interrupter.run(call, [number])
+            left = remains.look()
+            if not at:
+                break
+            made[at] += 1
+            # Also a second time, 1 to 6 calls later: in what cleans up.
+            remains.begin()
+            _, lost_again = interrupter.run(call, [number, number + 1 + number % 6])
+            left |= remains.look()
+            if lost or lost_again:
+                left["signal"] = "lost"
+            if left:
+                bad[f"{number}: {at}"] = left
+        remains.check(call)
+        found[name] = {"calls": made, "left": bad}
+    report(found)
