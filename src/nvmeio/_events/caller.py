@@ -25,32 +25,34 @@ class Caller:
     """Observes the completion of requests in a thread of its own."""
 
     def __init__(self) -> None:
-        self._eventfd: Eventfd | None = None
+        self.eventfd: Eventfd | None = None
         self.forget()
 
     def forget(self) -> None:
         """Forget all state, as a forked child must: the thread is the parent's."""
-        if self._eventfd is not None:
-            self._eventfd.close()
+        if self.eventfd is not None:
+            self.eventfd.close()
         # An RLock, because a signal handler may come back here.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._starting = False
-        self._eventfd = None
+        self.eventfd = None
         # The requests whose callbacks are not called yet, by the workers that signal them.
         # Who has called them discards a request without the lock, and in C, so that no
-        # Ctrl-C comes between; this thread removes the empty sets.
+        # Ctrl-C comes between, and signals the thread if it was the last; the thread
+        # removes the empty sets.
         self.requests: dict[Any, set[Any]] = {}
         # The threads that are calling callbacks.
         self.calling: set[int] = set()
+        self.ident = 0  # of the thread
 
     def call_when_done(self, request: Any) -> None:
         """Make sure that the callbacks of a request are called."""
         with self._lock:
             known = self.requests.setdefault(request._workers, set())
-            if not known and self._eventfd is not None:
+            if not known and self.eventfd is not None:
                 # Otherwise the thread watches these workers already.
-                self._eventfd.signal()
+                self.eventfd.signal()
             known.add(request)
             if self._thread is not None or self._starting:
                 return
@@ -113,6 +115,7 @@ class Caller:
 
     def _run(self) -> None:
         """Call callbacks until there was nothing to do for a while."""
+        self.ident = threading.get_ident()
         eventfd: Eventfd | None = None
         watched: set[Any] = set()
         poll, pauses = select.poll(), Pauses()
@@ -126,7 +129,7 @@ class Caller:
                     poll.register(eventfd.number, select.POLLIN)
                 with self._lock:
                     # Who adds workers from now on signals it.
-                    self._eventfd, busy = eventfd, self._busy()
+                    self.eventfd, busy = eventfd, self._busy()
             # Ask for the next signal before looking, so that no completion is missed.
             signalled = eventfd is not None and all(eventfd.watch(each) for each in busy)
             for workers in watched - busy:
@@ -140,7 +143,7 @@ class Caller:
                 busy = self._busy()
                 # After a round without requests no handle signals the eventfd any more.
                 if idle and not busy:
-                    self._thread = self._eventfd = None
+                    self._thread = self.eventfd = None
                     return
             waits_ms: float | None = None if busy else IDLE_MS
             if not signalled:

@@ -848,8 +848,14 @@ cdef int call_all(Request request) except -1:
 cdef int forget_call(Request request) except -1:
     """Tell the thread for callbacks that those of a request have been called."""
     cdef set waiting = CALLER.requests.get(request._workers)
-    if waiting is not None:
-        waiting.discard(request)
+    if waiting is None:
+        return 0
+    waiting.discard(request)
+    if not waiting and CALLER.ident != PyThread_get_thread_ident():
+        # It may have looked while this thread was calling them.
+        eventfd = CALLER.eventfd
+        if eventfd is not None:
+            eventfd.signal()
     return 0
 
 
