@@ -133,6 +133,15 @@ class TestIndexing:
         expected[[4, 2]] = expected[[0, 1]]
         assert_same(np.load(path), expected)
 
+    @pytest.mark.parametrize("index", [np.s_[::2], [3, 1, 1], np.s_[::-1]], ids=str)
+    def test_padding_between_fields_is_read_as_it_is(self, path, index):
+        """numpy itself calls the padding f1, the name of the second field."""
+        expected = noise((20,), np.dtype("i1,i8", align=True))
+        write_npy(path, expected)
+        with ArrayFile(path) as array:
+            taken = np.ascontiguousarray(expected.view("V16")[index])
+            assert_same(array[index], taken.view(expected.dtype))
+
     def test_fields_are_read_by_name(self, path):
         expected = noise((20,), RECORD)
         write_npy(path, expected)

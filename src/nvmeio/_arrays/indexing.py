@@ -102,15 +102,19 @@ class Selection:
 
     def taken_of(self, hull: npt.NDArray[Any], low: int) -> npt.NDArray[Any]:
         """Return the selected elements, given those from position `low` on."""
-        tricks, item = np.lib.stride_tricks, hull.itemsize
+        tricks, item, dtype = np.lib.stride_tricks, hull.itemsize, hull.dtype
+        # numpy's functions here invent names for the padding between fields, and then
+        # refuse a field that has such a name.  As opaque items, padding is copied too.
+        if item and dtype.names:
+            hull = hull.view(f"V{item}")
         if self.repeats:
             runs = tricks.sliding_window_view(hull, self.run)
-            return np.take(runs, self.starts() - low, axis=0)
+            return np.take(runs, self.starts() - low, axis=0).view(dtype)
         axes = [part for part in self.outer if isinstance(part, Axis)]
         shape = [*(axis.extent for axis in axes), self.run]
         strides = [*(axis.stride * item for axis in axes), item]
         view = tricks.as_strided(hull[self.base - low :], shape, strides)
-        return np.ascontiguousarray(view)
+        return np.ascontiguousarray(view).view(dtype)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
