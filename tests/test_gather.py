@@ -297,6 +297,19 @@ class TestPageCache:
         with pytest.raises(ValueError, match="does not fit into out"):
             handle.gather(on_disk, [0], 11, np.zeros(10, np.uint8))
 
+    @pytest.mark.parametrize("kind", ["descriptor", "file object"])
+    def test_one_record_of_a_file_open_for_writing_fails_as_any_other(
+        self, open_handle, on_disk, kind
+    ):
+        """Reading it in the calling thread fails first, and must not close the file."""
+        handle, out = open_handle(direct=False), np.zeros(11, np.uint8)
+        with open(on_disk, "r+b") as opened:
+            file = opened.fileno() if kind == "descriptor" else opened
+            with pytest.raises(nvmeio.GatherError, match="past the end"):
+                handle.gather(file, [SIZE - 10], 11, out)
+            assert handle.gather(file, [SIZE - 11], 11, out) == 11
+        assert np.array_equal(out, taken([SIZE - 11], [11]))
+
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):
         handle = open_handle(direct=True) if way == "the handle" else open_handle()

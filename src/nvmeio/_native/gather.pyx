@@ -211,6 +211,7 @@ cdef class GatherRequest(Request):
         if c_gather.gather_check(&gather, &offender) < 0:
             return False
         fill_transfer(self, &transfer)
+        # This keeps the file, because submit() needs it if the read fails.
         transfer.pass_file = False
         transfer.buffered = True
         with nogil:
