@@ -377,6 +377,19 @@ class TestMemory:
         assert np.array_equal(memory[::2], CONTENT[rows[:, None] * 99 + np.arange(64)])
         assert not memory[1::2].any()
 
+    def test_the_arrays_of_records_may_change_once_it_has_begun(self, handle, data):
+        memory = np.zeros((64, 2), np.uint8)
+        offsets, sizes, places = np.array([[9, 300], [16, 10], [40, 0]])
+        request = handle.submit_gather(
+            data, offsets, sizes, memory[:, 0], out_offsets=places
+        )
+        for array in (offsets, sizes, places):
+            array[:] = [1, 2]
+        request.wait()
+        expected = np.zeros(64, np.uint8)
+        expected[40:56], expected[:10] = CONTENT[9:25], CONTENT[300:310]
+        assert np.array_equal(memory[:, 0], expected)
+
     @pytest.mark.parametrize("kind", ["array", "tensor"])
     def test_what_others_write_to_the_rest_meanwhile_stays(self, data, kind, monkeypatch):
         memory, calls = np.zeros((40, 64), np.uint8), []

@@ -345,9 +345,11 @@ cdef GatherRequest new_gather(
     request.value = value
     if land is not None:
         sizes = numpy.broadcast_to(numpy.int64(request.sizes), request.count)
-        begins = request.places
-        if begins is None:
+        # A copy, because the caller may change the array as soon as the request has begun.
+        if places is None:
             begins = numpy.cumsum(sizes) - sizes
+        else:
+            begins = request.places.copy()
         request.buffer.landing = functools.partial(land, begins, begins + sizes)
     return request
 
