@@ -599,6 +599,29 @@ class TestOthers:
             for read in READERS.values():
                 assert read(path, reader) == (4, 3)
 
+    @pytest.mark.parametrize("kind", ["of the process", "of an open file"])
+    def test_nobody_waits_for_ever_for_the_lock_of_a_program(self, path, monkeypatch, kind):
+        """It is on all bytes, and its holder may be who opens the array."""
+        monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
+        expected = numbers((4, 3))
+        with ArrayFile(write_npy(path, expected), mode="r+") as array:
+            with path.open("r+b") as file:
+
+                def lock():
+                    # Closing any descriptor of the file ends that of the process.
+                    if kind == "of the process":
+                        fcntl.lockf(file, fcntl.LOCK_EX)
+                    else:
+                        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+
+                for read in READERS.values():
+                    lock()
+                    assert read(path, array) == (4, 3)
+                lock()
+                array.append(expected)
+            assert np.array_equal(np.load(path), np.concatenate([expected, expected]))
+
     @pytest.mark.parametrize("call", ["open", "refresh"])
     def test_a_reader_of_raw_bytes_waits_for_an_append(self, path, monkeypatch, call):
         """The append is held still when the file has a part of its rows."""

@@ -20,8 +20,8 @@ _PAUSE_MIN_S = 0.001
 class Pauses(Iterator[float]):
     """The pauses, in seconds, between looks at what cannot be waited for."""
 
-    def __init__(self) -> None:
-        self._next_s = _PAUSE_MIN_S
+    def __init__(self, first_s: float = _PAUSE_MIN_S) -> None:
+        self._next_s = first_s
 
     def __next__(self) -> float:
         found, self._next_s = self._next_s, min(2 * self._next_s, SLICE_S)

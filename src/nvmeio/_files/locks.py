@@ -14,6 +14,7 @@ from typing import Protocol
 
 from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
+from nvmeio._events.listener import Pauses
 from nvmeio._files.descriptors import Descriptor, best_effort, opened
 from nvmeio._files.paths import naming
 
@@ -27,6 +28,10 @@ __all__ = [
 ]
 
 _HOLDER_BYTES_MAX = 300
+# struct flock: type, whence, start, length, process.
+_FLOCK = "hhqqi4x"
+# Pauses between attempts to lock a header: the first, and when no more are made.
+_PAUSE_S, _PATIENCE_S = 20e-6, 1.0
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -167,10 +172,17 @@ def locked_header(descriptor: int, kind: int) -> Iterator[None]:
     Not by flock(2), which an append holds while it writes and syncs its rows, and which a
     program may hold that opens the file itself: this lock is held for microseconds.  It
     belongs to the open file, so each thread must have opened the file itself.
+
+    A lock that a program holds by lockf(3) is in the way of this one, even in the same
+    process, and may be held for ever.  Such a lock is not waited for.
     """
+    pauses, end = Pauses(_PAUSE_S), time.monotonic() + _PATIENCE_S
     # Where a file cannot be locked, nobody has locked it.
     with best_effort():
-        _lock_first_byte(descriptor, kind)
+        while not _lock_first_byte(descriptor, kind):
+            if _is_record_lock(descriptor, kind) or time.monotonic() > end:
+                break
+            time.sleep(next(pauses))
     try:
         yield
     finally:
@@ -196,11 +208,25 @@ def header_for_reading(file: HasFileno, *, shared: bool) -> Iterator[int]:
         yield descriptor
 
 
-def _lock_first_byte(descriptor: int, kind: int) -> None:
-    """Lock or unlock the first byte of a file for this open file (F_OFD_SETLKW(2const))."""
-    # struct flock: type, whence, start, length, process.
-    lock = struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0)
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, lock)
+def _lock_first_byte(descriptor: int, kind: int) -> bool:
+    """Lock or unlock the first byte of a file for this open file (F_OFD_SETLK(2const)).
+
+    Return False if another's lock is in the way.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, 0, 0, 1, 0))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_record_lock(descriptor: int, kind: int) -> bool:
+    """Return whether a process, not an open file, has the lock that is in the way."""
+    lock = struct.pack(_FLOCK, kind, 0, 0, 1, 0)
+    lock = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, lock)
+    kind, _, _, _, process = struct.unpack(_FLOCK, lock)
+    # The kernel reports process -1 for an open file; 0 for a process of another container.
+    return kind != fcntl.F_UNLCK and process >= 0
 
 
 class _Closes(Protocol):
