@@ -13,6 +13,7 @@ from children import run_child
 from helpers import ENGINES
 from mounts import SLOW_PLACES
 from nvmeio import files
+from nvmeio._memory import available
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -75,6 +76,16 @@ DEADLINES = {
     "raw bytes": ((fcntl, "flock"), lambda path: nvmeio.ArrayFile(path, dtype="i8")),
     "attributes": ((os, "listxattr"), lambda path: nvmeio.write_file(bytes(80), path)),
     "replaceable": ((os, "stat"), lambda path: nvmeio.write_file(bytes(80), path)),
+    "preallocate": (
+        (os, "fstatvfs"),
+        lambda path: nvmeio.File(path, "r+").preallocate(8000),
+    ),
+    "descriptor": (
+        (os, "readlink"),
+        lambda path: nvmeio.read_into(bytearray(80), 2**31 - 1),
+    ),
+    "unsuitable": ((os, "stat"), lambda path: nvmeio.File("/dev/null")),
+    "memory": ((available, "_text"), lambda path: available.available_bytes()),
     "op": (None, lambda path: nvmeio.aio_handle().read(bytearray(80), Flushed(path))),
     "op with status": (
         None,

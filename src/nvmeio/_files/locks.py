@@ -138,7 +138,10 @@ class FileLock(_Lock):
         """Take the lock; return False if another has it, and this does not wait."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
+        except BlockingIOError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
             return False
         return True
 
@@ -215,7 +218,10 @@ def _lock_first_byte(descriptor: int, kind: int) -> bool:
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, 0, 0, 1, 0))
-    except BlockingIOError:
+    except BlockingIOError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         return False
     return True
 

@@ -1,6 +1,5 @@
 """Find out how much more memory this process may use."""
 
-import contextlib
 import os
 import resource
 
@@ -40,7 +39,7 @@ def _left_in_groups() -> list[int]:
     A container sees no groups above its own.
     """
     found: list[int] = []
-    with contextlib.suppress(OSError):
+    try:
         for line in _text("/proc/self/cgroup").split("\n"):
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -51,19 +50,30 @@ def _left_in_groups() -> list[int]:
                 continue
             folder = os.path.normpath(f"{top}/{path}")
             while folder.startswith(top):
-                # ValueError: a group without a limit has "max".  OSError: the root group
-                # has no such file.
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    found.append(_left_in_group(folder, names))
+                found += _left_in_group(folder, names)
                 folder = os.path.dirname(folder)
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
     return found
 
 
-def _left_in_group(folder: str, names: tuple[str, str, str]) -> int:
-    limit, used = (int(_text(f"{folder}/{name}")) for name in names[:2])
-    stat = dict(line.split() for line in _text(f"{folder}/memory.stat").split("\n"))
-    cache = sum(int(stat[f"{names[2]}{kind}_file"]) for kind in ("active", "inactive"))
-    return max(0, limit - used) + cache
+def _left_in_group(folder: str, names: tuple[str, str, str]) -> list[int]:
+    """Return the bytes that a group leaves, in a list; empty without a limit."""
+    try:
+        limit, used = (int(_text(f"{folder}/{name}")) for name in names[:2])
+        stat = dict(line.split() for line in _text(f"{folder}/memory.stat").split("\n"))
+        cache = sum(int(stat[f"{names[2]}{kind}_file"]) for kind in ("active", "inactive"))
+    except (ValueError, KeyError):
+        # A group without a limit has "max".
+        return []
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # The root group has no such file.
+        return []
+    return [max(0, limit - used) + cache]
 
 
 def _text(path: str) -> str:

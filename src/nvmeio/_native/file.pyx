@@ -718,7 +718,10 @@ cdef bint has_room(int descriptor, object size) except -1:
     """Return whether the file system may have room for the first `size` bytes of a file."""
     try:
         space, status = os.fstatvfs(descriptor), os.fstat(descriptor)
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         return True
     free = space.f_bfree if os.geteuid() == 0 else space.f_bavail
     # Some servers report no sizes, and a device is not on the file system of its node.
@@ -982,7 +985,9 @@ cdef object name_of(object descriptor):
     """
     try:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            raise
         return descriptor
     return path if path.startswith("/") else descriptor
 
@@ -1008,7 +1013,9 @@ cdef object why_unsuitable(object file):
     try:
         mode = os.stat(file).st_mode
         flags = fcntl.fcntl(file, fcntl.F_GETFL) if isinstance(file, int) else 0
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            raise
         # The path does not exist, or the descriptor is closed.
         return None
     if flags & os.O_PATH:

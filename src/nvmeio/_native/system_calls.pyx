@@ -102,7 +102,10 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
     byte, hits = bytearray(1), 0
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
         return 0.0
     try:
         for index in range(count):
@@ -111,13 +114,14 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
             begin = time.perf_counter_ns()
             try:
                 found = os.preadv(descriptor, [byte], place, os.RWF_NOWAIT)
-            except BlockingIOError:
+            except BlockingIOError as error:
+                if error.errno is None:
+                    raise
                 continue
             if time.perf_counter_ns() - begin < TRIED_NS:
                 hits += found
     except OSError as error:
         if error.errno is None:
-            # A signal handler raised it.
             raise
         return 0.0
     finally:
