@@ -1,6 +1,7 @@
 """An index selects the elements that numpy selects."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -44,6 +45,19 @@ def test_the_positions_of_each_array_are_computed_once(index, monkeypatch):
     monkeypatch.setattr(indexing, "positions", counted)
     select(index, (4, 5))
     assert len(seen) == sum(isinstance(item, list) for item in np.index_exp[index])
+
+
+def test_taking_runs_needs_no_more_memory_than_they_have():
+    hull, rows = np.arange(400_000), np.arange(0, 25_000, 2)
+    selection = select(rows, (25_000, 16))
+    tracemalloc.start()
+    try:
+        taken = selection.taken_of(hull, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(taken, hull.reshape(-1, 16)[rows])
+    assert peak < 2 * taken.nbytes
 
 
 @pytest.mark.parametrize("step", [2**63, -(2**63) - 1])

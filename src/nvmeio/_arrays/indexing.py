@@ -108,8 +108,9 @@ class Selection:
         if item and dtype.names:
             hull = hull.view(f"V{item}")
         if self.repeats:
+            # Not by numpy.take(), which would copy every run of the hull first.
             runs = tricks.sliding_window_view(hull, self.run)
-            return np.take(runs, self.starts() - low, axis=0).view(dtype)
+            return np.asarray(runs[self.starts() - low]).view(dtype)
         axes = [part for part in self.outer if isinstance(part, Axis)]
         shape = [*(axis.extent for axis in axes), self.run]
         strides = [*(axis.stride * item for axis in axes), item]
