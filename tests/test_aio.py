@@ -19,6 +19,7 @@ import nvmeio
 from children import run_child, skip_sanitized
 from helpers import MIB, PAGE, descriptors_below, pattern, plugged
 from nvmeio import aio
+from nvmeio._arrays.indexing import Selection
 
 # Functions without a coroutine function: the two of DeepSpeed.
 OF_DEEPSPEED = {"aio_read", "aio_write"}
@@ -317,6 +318,21 @@ class TestArrays:
 
         run(main())
         assert np.array_equal(np.load(path.with_suffix(".npy")), expected)
+
+    def test_a_large_copy_does_not_hold_up_the_loop(self, tmp_path, run, monkeypatch):
+        threads, taken_of = [], Selection.taken_of
+
+        def noting(*arguments):
+            threads.append(threading.current_thread())
+            return taken_of(*arguments)
+
+        expected = np.arange(200_000).reshape(-1, 4)
+        np.save(tmp_path / "a.npy", expected)
+        monkeypatch.setattr(Selection, "taken_of", noting)
+        with nvmeio.ArrayFile(tmp_path / "a.npy") as array:
+            assert np.array_equal(run(aio.getitem(array, np.s_[:, 1])), expected[:, 1])
+        assert threads
+        assert threading.main_thread() not in threads
 
     @pytest.mark.parametrize("threads", [1, 4])
     def test_rows_are_appended_by_many_at_once(self, tmp_path, run, threads):

@@ -9,8 +9,8 @@ none, because they can be awaited: ``await handle.submit_read(...)``,
 Data are transferred by requests: an eventfd wakes the event loop, and no thread waits.
 Short calls that may block run in the loop's default executor, which is one pool of threads
 for all calls: opening and closing a file, reading its header, allocating memory, renaming,
-truncating, the fsync of a directory, and submitting what an index selects.  Strided memory
-and device memory are copied in the loop's thread.
+truncating, the fsync of a directory, submitting what an index selects, and copying it out
+of what was read with it.  Strided memory and device memory are copied in the loop's thread.
 
 A cancelled task cancels its transfer, waits until the memory is no longer in use, and then
 raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
@@ -68,6 +68,9 @@ def _with_handle(opened: AbstractContextManager[V]) -> Iterator[tuple[Handle, V]
         handle._open(file)
         yield handle, found
 
+
+# What is copied in the loop's thread: a thread would take as long to wake up.
+_COPY_BYTES_MAX = 256 << 10
 
 # Pauses between attempts to take a file's lock: the first, and the longest.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.05
@@ -300,7 +303,11 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
     array([[ 9, 10, 11],
            [ 0,  1,  2]])
     """
-    return await submitted(array.prefetch, index)
+    transfer = await submitted(array._begin_filling, index)
+    # A large copy would hold up the event loop.
+    if transfer.make is not None and transfer.nbytes > _COPY_BYTES_MAX:
+        return await in_thread(transfer.finished)
+    return transfer.finished()
 
 
 async def setitem(array: ArrayFile, index: Any, value: Any) -> None:

@@ -773,17 +773,27 @@ class ArrayFile(Unread):
             handle.read(transfer.memory, self._file, int(offsets[0]))
         elif len(offsets):
             handle.gather(self._file, offsets, transfer.nbytes, transfer.memory)
-        return transfer.result if transfer.make is None else transfer.make()
+        return transfer.finished()
 
     def _begin(self, transfer: Transfer, after: After) -> Request:
         """Start reading."""
         make = transfer.make
+        result = transfer.result if make is None else LateResult(make)
+        return self._fill(transfer, result, after)
+
+    def _begin_filling(self, index: Any) -> Request[Transfer]:
+        """Start reading the elements of an index into the memory of a transfer."""
+        transfer = self._reading(index, None)
+        return self._fill(transfer, transfer)
+
+    def _fill(self, transfer: Transfer, result: Any, after: After = None) -> Request:
+        """Start reading into the memory of a transfer."""
         return self._handle().submit_gather(
             self._file,
             transfer.offsets,
             transfer.nbytes,
             transfer.memory,
-            result=transfer.result if make is None else LateResult(make),
+            result=result,
             after=after,
         )
 

@@ -41,6 +41,10 @@ class Transfer:
     # Makes the result once the memory is filled; None if it exists before.
     make: Callable[[], Any] | None = None
 
+    def finished(self) -> Any:
+        """Return the result, once the memory is filled."""
+        return self.result if self.make is None else self.make()
+
 
 def names_fields(array: StoredArray, index: Any) -> bool:
     """Return whether an index names fields of a structured dtype."""
