@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -110,6 +111,54 @@ class TestIndexing:
                 # small pages goes through bounces.
                 bounces = -(-found.nbytes // BOUNCE_BYTES)
                 assert after["blocks"] <= before["blocks"] + 2 + bounces
+
+    @pytest.mark.parametrize(
+        "index",
+        [
+            np.s_[:, 1],
+            np.s_[::2],
+            np.s_[::-3, ::-1, 2:4],
+            np.s_[None, 1:, :, 3],
+            np.s_[..., ::2],
+            np.s_[3:7, None, ::-2, 1:],
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("limit", [8, 24, 100, 1000])
+    def test_what_is_read_with_its_gaps_is_read_in_parts(
+        self, handle, path, monkeypatch, index, limit
+    ):
+        monkeypatch.setattr(transfers, "_PART_BYTES", limit)
+        expected = numbers((40, 3, 4), "i2")
+        with ArrayFile(write_npy(path, expected), handle=handle) as array:
+            assert_same(array[index], expected[index])
+        assert handle.stats()["requests"] > 1 or limit > 8
+
+    @pytest.mark.parametrize("index", ["vector", "key", ["key", "when"]], ids=str)
+    @pytest.mark.parametrize("shape", [(20,), (7, 3)], ids=str)
+    @pytest.mark.parametrize("limit", [1, 100, 300])
+    def test_fields_are_read_in_parts(self, path, monkeypatch, index, shape, limit):
+        monkeypatch.setattr(transfers, "_PART_BYTES", limit)
+        expected = noise(shape, RECORD)
+        with ArrayFile(write_npy(path, expected)) as array:
+            found = array[index]
+            assert (found.dtype, found.shape) == (
+                expected[index].dtype,
+                expected[index].shape,
+            )
+            np.testing.assert_array_equal(found, expected[index])
+
+    def test_a_column_needs_little_more_memory_than_its_result(self, path):
+        nvmeio.save(path, np.ones((2_000_000, 16), "f4"))
+        with ArrayFile(path) as array:
+            tracemalloc.start()
+            try:
+                column = array[:, 3]
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        assert column.sum() == 2_000_000
+        assert peak < 2 * column.nbytes + transfers._PART_BYTES
 
     def test_a_result_is_in_memory_of_its_own(self, saved):
         expected, path = saved

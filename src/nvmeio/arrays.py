@@ -92,8 +92,8 @@ class ArrayFile(Unread):
     Indexing accepts what numpy accepts, and the result has the values, shape and dtype of
     ``numpy.load(path)[index]``, in new memory.  Nothing is cached between calls.  Adjacent
     elements are read by one large read.  Others are gathered; if their average distance is
-    below 64 bytes, the gaps are read too.  The name of a field, or a list of names, reads
-    the whole array first.  A loop over the array reads parts of 4 MiB.
+    below 64 bytes, the gaps are read too, 64 MiB at a time.  So is the whole array for the
+    name of a field or a list of names.  A loop over the array reads parts of 4 MiB.
 
     Comparisons, arithmetic and functions of numpy and torch raise TypeError, because they
     would silently read the whole file: read what you need first.  numpy.asarray() and
@@ -279,7 +279,8 @@ class ArrayFile(Unread):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._read(self._reading(index, None))
+        self._check_open()
+        return self._read(reading(self._stored, index, None, in_parts=True))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._write(self._writing(index, value))
@@ -768,6 +769,8 @@ class ArrayFile(Unread):
 
     def _read(self, transfer: Transfer) -> Any:
         """Read, and return the result."""
+        for part in transfer.parts:
+            self._read(part)
         offsets, handle = transfer.offsets, self._handle()
         if len(offsets) == 1 and transfer.nbytes > _CALLER_BYTES_MAX:
             handle.read(transfer.memory, self._file, int(offsets[0]))

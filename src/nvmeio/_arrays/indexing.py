@@ -5,10 +5,10 @@ Nothing here touches a file.  Positions are counted in elements, in C order.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,28 @@ class Selection:
             else:
                 low, high = low + int(part.offsets.min()), high + int(part.offsets.max())
         return low, high + self.run
+
+    def pieces(self, most: int) -> Iterator["Selection"]:
+        """Yield selections that together are this one, with hulls of about `most` elements.
+
+        This one must not repeat elements.  The shapes of the pieces are flat.
+        """
+        low, high = self.hull()
+        if high - low <= most or not self.outer:
+            yield self
+            return
+        first, inner = cast(Axis, self.outer[0]), self.outer[1:]
+        step = max(1, most // max(1, abs(first.stride)))
+        count = self.count // first.extent * self.run
+        for begin in range(0, first.extent, step):
+            extent = min(step, first.extent - begin)
+            outer = inner if extent == 1 else (Axis(extent, first.stride), *inner)
+            base = self.base + begin * first.stride
+            piece = Selection((extent * count,), self.run, base, outer, scalar=False)
+            if extent == 1:
+                yield from piece.pieces(most)
+            else:
+                yield piece
 
     def taken_of(self, hull: npt.NDArray[Any], low: int) -> npt.NDArray[Any]:
         """Return the selected elements, given those from position `low` on."""

@@ -5,7 +5,7 @@ takes the caller's, and ArrayFile starts the transfers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ Array = npt.NDArray[Any]
 # It is about the memory that a gather needs for each run, in arrays and in the engine.
 _SPACING_BYTES = 64
 
+# How much is read at once with its gaps: what is read is larger than the result.
+_PART_BYTES = 64 << 20
+
 
 @dataclass(slots=True)
 class Transfer:
@@ -40,6 +43,8 @@ class Transfer:
     result: Any = None
     # Makes the result once the memory is filled; None if it exists before.
     make: Callable[[], Any] | None = None
+    # Transfers that together fill the result, in order, in place of this one.
+    parts: Iterable["Transfer"] = ()
 
     def finished(self) -> Any:
         """Return the result, once the memory is filled."""
@@ -54,10 +59,17 @@ def names_fields(array: StoredArray, index: Any) -> bool:
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
-def reading(array: StoredArray, index: Any, out: Any) -> Transfer:
-    """Return the transfer that reads the elements of an index."""
+def reading(
+    array: StoredArray, index: Any, out: Any, *, in_parts: bool = False
+) -> Transfer:
+    """Return the transfer that reads the elements of an index.
+
+    With ``in_parts`` it may have parts, which need less memory than one transfer.
+    """
     layout = array.layout
     if names_fields(array, index):
+        if in_parts and layout.shape and layout.nbytes > _PART_BYTES:
+            return _fields_in_parts(array, index)
         records: Array = np.empty(layout.shape, layout.dtype)
         part = records[index]
         take = partial(np.ascontiguousarray, part)
@@ -69,10 +81,52 @@ def reading(array: StoredArray, index: Any, out: Any) -> Transfer:
     low, high = selection.hull()
     if (high - low) * item > _SPACING_BYTES * count:
         return gathering(array, selection, out)
+    if in_parts and not selection.repeats and (high - low) * item > _PART_BYTES:
+        target, result = _target(array.elements, selection.shape, layout.dtype, out)
+        parts = _parts(array, selection, target.reshape(-1))
+        return Transfer([], 0, target, result, parts=parts)
     hull: Array = np.empty(high - low, layout.dtype)
     take = partial(selection.taken_of, hull, low)
     offset = layout.offset + low * item
     return _staged(array, hull, offset, take, selection.shape, layout.dtype, out)
+
+
+def _fields_in_parts(array: StoredArray, index: Any) -> Transfer:
+    """Return the transfer that reads fields, some rows at a time."""
+    layout, row_bytes = array.layout, array.row_bytes
+    rows, inner = layout.shape[0], layout.shape[1:]
+    step = max(1, _PART_BYTES // row_bytes)
+    model: Array = np.empty((0, *inner), layout.dtype)[index]
+    shape = (rows, *model.shape[1:])
+    target, result = _target(array.elements, shape, model.dtype, None)
+
+    def parts() -> Iterator[Transfer]:
+        for begin in range(0, rows, step):
+            records: Array = np.empty((min(step, rows - begin), *inner), layout.dtype)
+            make = partial(memcpy, target[begin : begin + step], records[index])
+            offset = layout.offset + begin * row_bytes
+            yield Transfer([offset], records.nbytes, records, make=make)
+
+    return Transfer([], 0, target, result, parts=parts())
+
+
+def _parts(array: StoredArray, selection: Selection, target: Array) -> Iterator[Transfer]:
+    """Yield transfers that fill a result; each is for the memory of the last one."""
+    layout, end = array.layout, 0
+    item = layout.dtype.itemsize
+    memory: Array = np.empty(0, layout.dtype)
+    for piece in selection.pieces(_PART_BYTES // item):
+        low, high = piece.hull()
+        if len(memory) < high - low:
+            memory = np.empty(high - low, layout.dtype)
+        hull = memory[: high - low]
+        begin, end = end, end + math.prod(piece.shape)
+        make = partial(_take, target[begin:end], piece, hull, low)
+        yield Transfer([layout.offset + low * item], hull.nbytes, hull, make=make)
+
+
+def _take(target: Array, piece: Selection, hull: Array, low: int) -> None:
+    memcpy(target, piece.taken_of(hull, low))
 
 
 def _staged(
