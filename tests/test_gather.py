@@ -224,10 +224,14 @@ class TestPageCache:
             assert np.array_equal(read, taken(offsets, sizes))
         assert blocks in found
 
+    @pytest.mark.parametrize("waits", [True, False])
     def test_an_uncached_neighbour_of_a_cached_record_comes_from_the_device(
-        self, open_handle, on_disk
+        self, open_handle, on_disk, waits
     ):
-        """The first two records are merged at first, and the third adjoins the second."""
+        """The first two records are merged at first, and the third adjoins the second.
+
+        A call that waits reads these two itself, and none of them a second time.
+        """
         handle, found = open_handle(block_size=64 << 10), []
         offsets = np.array([100, 11 * PAGE, 11 * PAGE + 1000])
         sizes, places = (
@@ -239,8 +243,9 @@ class TestPageCache:
         for _ in range(5):
             warm_pages(on_disk, range(12))
             before = routes(handle)
-            # Not gather(), which tries in the calling thread first.
-            handle.submit_gather(on_disk, offsets, sizes, out, out_offsets=places).wait()
+            gather = handle.gather if waits else handle.submit_gather
+            request = gather(on_disk, offsets, sizes, out, out_offsets=places)
+            assert (request if waits else request.wait()) == sizes.sum()
             found.append((routes(handle) - before)["buffered"])
             read = np.concatenate([out[: 10 * PAGE], out[20 * PAGE :]])
             assert np.array_equal(read, taken(offsets, sizes))
@@ -309,6 +314,14 @@ class TestPageCache:
                 handle.gather(file, [SIZE - 10], 11, out)
             assert handle.gather(file, [SIZE - 11], 11, out) == 11
         assert np.array_equal(out, taken([SIZE - 11], [11]))
+
+    def test_a_record_past_the_end_is_refused_before_others_are_read(self, handle, on_disk):
+        warm(on_disk)
+        out = np.zeros(300, np.uint8)
+        with pytest.raises(nvmeio.GatherError, match=r"record 1 .* past the end") as past:
+            handle.gather(on_disk, [0, SIZE - 10, 200], 100, out)
+        assert past.value.failures == ((1, errno.ENODATA),)
+        assert not out.any()
 
     @pytest.mark.parametrize("way", ["the handle", "the file"])
     def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):

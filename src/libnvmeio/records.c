@@ -138,7 +138,7 @@ static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
     return 0;
 }
 
-/* Fill in the records that are not empty. */
+/* Fill in the records that are not empty or done. */
 static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gather,
                 int64_t file_size, size_t *offender)
 {
@@ -154,7 +154,8 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
             return error;
         }
         next_place = place + size;
-        if (size == 0)
+        records->bytes += (size_t)size;
+        if (size == 0 || i < gather->done)
             continue;
         records->list[records->count++] = (struct nvmeio_record){
             .offset = offset,
@@ -163,7 +164,6 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
             .place = (char *)((uintptr_t)gather->address + (uintptr_t)place),
             .index = i,
         };
-        records->bytes += (size_t)size;
         records->ends |= (uint64_t)offset | (uint64_t)size;
     }
     return 0;

@@ -34,8 +34,8 @@ struct nvmeio_record {
 };
 
 struct nvmeio_records {
-    size_t count;  /* how many are not empty */
-    size_t bytes;  /* of all of them together */
+    size_t count;  /* how many are not empty or done */
+    size_t bytes;  /* of all records together, also of those that are done */
     uint64_t ends; /* all their offsets and sizes, or-ed */
     size_t gap_max;
     size_t next; /* the first record that is in no extent yet */

@@ -96,7 +96,8 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
 
     Notes
     -----
-    Works as ``write_file(..., atomic=True)``: see there for its cost, and for files that
+    The array begins at byte 4096, where drives can transfer it without a copy.  Works as
+    ``write_file(..., atomic=True)``: see there for its cost, and for files that
     are written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
 
     Examples

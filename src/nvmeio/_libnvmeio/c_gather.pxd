@@ -13,6 +13,7 @@ cdef extern from "nvmeio/gather.h" nogil:
         void *address
         size_t size
         size_t count
+        size_t done
         const int64_t *offsets
         const int64_t *sizes
         bint one_size

@@ -35,8 +35,9 @@ cdef object error_of(
     nvmeio_op op, Py_ssize_t nbytes, int64_t offset, object path,
     const nvmeio_outcome *outcome
 ):
-    verb = _verbs[op]
-    where = f"{verb} of {nbytes} bytes at offset {offset}"
+    verb = where = _verbs[op]
+    if op != OP_FSYNC:
+        where = f"{verb} of {nbytes} bytes at offset {offset}"
     if outcome.result == -errno.ECANCELED:
         return CancelledError(f"the {where} of {path!r} was cancelled")
     if outcome.result == -errno.ENODATA:
@@ -47,7 +48,8 @@ cdef object error_of(
         return OSError(errno.ENODATA, words, path)
     if outcome.closing:
         return error_in_words(-outcome.result, f"(close after the {where})", path)
-    return error_in_words(-outcome.result, f"({where}, {outcome.got} bytes done)", path)
+    done = "" if op == OP_FSYNC else f", {outcome.got} bytes done"
+    return error_in_words(-outcome.result, f"({where}{done})", path)
 
 
 cdef str hint_for(object path):

@@ -126,8 +126,8 @@ cdef class File:
         also permit reading, like "w+" and "x+".
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache with O_DIRECT: "auto" where the file system
-        supports it, True always, False never.  With "auto", a gather still takes from the
-        page cache what is there.
+        supports it, True always, False never.  With "auto", every read on a local file
+        system takes from the page cache what is there.
 
     Attributes
     ----------
@@ -156,10 +156,10 @@ cdef class File:
     ``zipfile``, ``io.TextIOWrapper`` and the like accept a File.  There is no buffer: each
     ``read`` and ``write`` is at least one system call.  For many small ones, wrap the file
     in ``io.BufferedReader`` or ``io.BufferedWriter``.  Transfers of 1 MiB or more use
-    ``nvmeio.default_handle()`` and bypass the page cache.  Unlike with ``io.FileIO``,
-    ``write`` writes all bytes, and ``readinto`` reads fewer only at the end of the file.
-    An operation that raises leaves the position unchanged.  Requests of a handle have
-    offsets of their own, and neither use nor move the position.
+    ``nvmeio.default_handle()`` and bypass the page cache, except reads of what it has.
+    Unlike with ``io.FileIO``, ``write`` writes all bytes, and ``readinto`` reads fewer only
+    at the end of the file.  An operation that raises leaves the position unchanged.
+    Requests of a handle have offsets of their own, and neither use nor move the position.
 
     Pickling or copying a File stores the absolute path that it had when opened.  The copy
     opens that path again, at position 0; "w" and "x" become "r+", so that nothing is

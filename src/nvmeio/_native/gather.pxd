@@ -17,6 +17,7 @@ cdef class GatherRequest(Request):
     cdef bint by_address        # `places` are addresses instead
     cdef Py_ssize_t gap_max
     cdef Py_ssize_t count       # of records
+    cdef size_t done_count      # of them, from the first on: read by perform()
     cdef int64_t one_size       # `sizes`, if that is a number
 
     cdef object take_memory(self, object memory)

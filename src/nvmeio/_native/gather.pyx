@@ -22,7 +22,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport SIZE_MAX, int64_t, uintptr_t
 
-from nvmeio._libnvmeio cimport c_gather, c_request
+from nvmeio._libnvmeio cimport c_file, c_gather, c_request
 from nvmeio._libnvmeio.c_base cimport OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._libnvmeio.c_request cimport (
     nvmeio_after,
@@ -57,7 +57,9 @@ _int64 = numpy.dtype(numpy.int64)
 class GatherError(OSError):
     """Some records of a gather or scatter, or some items of ``read_many``, failed.
 
-    The others were transferred.  Also raised by ``scatter`` and ``write_many``.
+    The others were transferred, unless the request was refused when it was submitted: then
+    nothing was, and ``failures`` has the first record or item at fault.  Also raised by
+    ``scatter`` and ``write_many``.
 
     Parameters
     ----------
@@ -122,6 +124,7 @@ cdef class GatherRequest(Request):
         gather.address = self.buffer.address
         gather.size = SIZE_MAX if self.by_address else self.buffer.nbytes
         gather.count = self.count
+        gather.done = self.done_count
         gather.offsets = data_of(self.offsets)
         gather.one_size = isinstance(self.sizes, int)
         if gather.one_size:
@@ -200,10 +203,11 @@ cdef class GatherRequest(Request):
         return result
 
     cdef bint perform(self, nvmeio_handle *handle) except -1:
-        """Read few records that the page cache has, and leave any others to submit()."""
+        """Read the first of few records that the page cache has; leave others to submit()."""
         cdef nvmeio_gather gather
         cdef nvmeio_transfer transfer
         cdef size_t offender, i, total = 0
+        cdef int64_t file_size
         cdef int result = 0
         if self.op != OP_READ or not 0 < self.count <= AT_ONCE_RECORDS:
             return False
@@ -215,22 +219,32 @@ cdef class GatherRequest(Request):
         transfer.pass_file = False
         transfer.buffered = True
         with nogil:
+            file_size = c_file.file_size(transfer.file)
             for i in range(gather.count):
-                transfer.more = i + 1 < gather.count
                 transfer.size = gather.sizes[0 if gather.one_size else i]
-                transfer.offset = gather.offsets[i]
-                transfer.address = <char *> gather.address + (
-                    gather.places[i] if gather.places != NULL else <int64_t> total
-                )
                 total += transfer.size
-                if total > AT_ONCE_BYTES:
+                # submit() refuses records past the end before any is read.
+                if total > AT_ONCE_BYTES or (
+                    transfer.size > 0
+                    and gather.offsets[i] + <int64_t> transfer.size > file_size
+                ):
+                    total = SIZE_MAX
                     break
-                result = c_request.perform(handle, &transfer, &self.c_outcome)
-                # Also a record that failed: submit() finds all that fail.
-                if result != 1 or self.c_outcome.result < 0:
-                    break
-            else:
-                self.performed = True
+            if total <= AT_ONCE_BYTES:
+                total = 0
+                for i in range(gather.count):
+                    transfer.more = i + 1 < gather.count
+                    transfer.size = gather.sizes[0 if gather.one_size else i]
+                    transfer.offset = gather.offsets[i]
+                    transfer.address = <char *> gather.address + (
+                        gather.places[i] if gather.places != NULL else <int64_t> total
+                    )
+                    result = c_request.perform(handle, &transfer, &self.c_outcome)
+                    if result != 1 or self.c_outcome.result < 0:
+                        break
+                    total += transfer.size
+                    self.done_count += 1
+                self.performed = self.done_count == gather.count
         self.file.take_back(transfer.file)
         if self.performed:
             self.c_outcome.result = self.c_outcome.got = total

@@ -60,10 +60,10 @@ cdef class Handle:
     direct : {"auto", True, False}, optional
         Whether files opened by path or descriptor bypass the page cache with O_DIRECT:
         "auto" where the file system supports it, True always (else OSError(EINVAL)), False
-        never; ``NVMEIO_DIRECT`` (auto, 1, 0), else "auto".  With "auto", a gather still
-        takes from the page cache what is there.
+        never; ``NVMEIO_DIRECT`` (auto, 1, 0), else "auto".  With "auto", every read on a
+        local file system takes from the page cache what is there.
     bounce : {"auto", "always", "never"}, optional
-        When data passes through bounce buffers of the pool: "auto" if the device cannot use
+        When data passes through the workers' bounce buffers: "auto" if the device cannot use
         the caller's memory, or is slow with it because it is in small pages; "always"; or
         "never", which uses the page cache where the device cannot use the memory;
         ``NVMEIO_BOUNCE``, else "auto".
@@ -482,7 +482,8 @@ cdef class Handle:
         -------
         Request
             Done when all earlier writes to the file on this handle, and the file's data in
-            the page cache, have reached the device.
+            the page cache, have reached the device.  A write that failed is reported by its
+            own ``wait()`` alone; pass it in ``after`` to make the fsync fail too.
 
         Raises
         ------
