@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+from functools import partial
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,9 +133,8 @@ class StoredArray:
 
     def refresh(self) -> None:
         """See the rows that others have appended."""
-        file = self.file
-        lock = locked_for_reading(file) if self.raw else header_for_reading(file, shared=True)
-        with naming(file.path), lock:
+        lock = locked_for_reading if self.raw else partial(header_for_reading, shared=True)
+        with naming(self.file.path), lock(self.file):
             self.take(self.layout_now())
 
     def take(self, layout: Layout) -> None:
