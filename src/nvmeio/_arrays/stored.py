@@ -3,8 +3,8 @@
 import errno
 import math
 import os
-from functools import partial
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
