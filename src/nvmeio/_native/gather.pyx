@@ -203,7 +203,7 @@ cdef class GatherRequest(Request):
         return result
 
     cdef bint perform(self, nvmeio_handle *handle) except -1:
-        """Read the first of few records that the page cache has; leave others to submit()."""
+        """Read the first of few records that are cached; leave the others to submit()."""
         cdef nvmeio_gather gather
         cdef nvmeio_transfer transfer
         cdef size_t offender, i, total = 0

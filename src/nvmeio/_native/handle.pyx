@@ -63,10 +63,10 @@ cdef class Handle:
         never; ``NVMEIO_DIRECT`` (auto, 1, 0), else "auto".  With "auto", every read on a
         local file system takes from the page cache what is there.
     bounce : {"auto", "always", "never"}, optional
-        When data passes through the workers' bounce buffers: "auto" if the device cannot use
-        the caller's memory, or is slow with it because it is in small pages; "always"; or
-        "never", which uses the page cache where the device cannot use the memory;
-        ``NVMEIO_BOUNCE``, else "auto".
+        When data passes through the workers' bounce buffers: "auto" if the device cannot
+        use the caller's memory, or is slow with it because it is in small pages;
+        "always"; or "never", which uses the page cache where the device cannot use the
+        memory; ``NVMEIO_BOUNCE``, else "auto".
     block_size : int, optional
         The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages internally;
         ``NVMEIO_BLOCK_SIZE``, else 1048576.  Writes that extend a file use larger blocks,
