@@ -154,13 +154,10 @@ def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[An
         )
     for _ in range(_PARSES_MAX - 1):
         with contextlib.suppress(SystemError):
-            return _parse(header)
-    return _parse(header)
+            return _parsed(header)
+    return _parsed(header)
 
 
-# numpy takes 60 us, several times as long as to read a small file; and the files of a data
-# set have the same header, which is at most a few hundred bytes long.
-@functools.lru_cache(maxsize=64)
 def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Have numpy parse a header."""
     _check_units(header)
@@ -170,6 +167,11 @@ def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return npy.read_array_header_2_0(
         io.BytesIO(len(text).to_bytes(4, "little") + text), max_header_size=len(text)
     )
+
+
+# numpy takes 60 us, several times as long as to read a small file; and the files of a data
+# set have the same header, which is at most a few hundred bytes long.
+_parsed = functools.lru_cache(maxsize=64)(_parse)
 
 
 def _check_units(header: str) -> None:
