@@ -18,6 +18,8 @@ def test_ctrl_c_at_each_system_call_leaves_nothing(
 ):
     """Each call is interrupted at each of its system calls, also a second time."""
     env = {"PYTHONPATH": str(faulty_package), "LD_PRELOAD": str(process_calls)}
+    # With one block in flight, the engine "threads" never starts another thread.
+    env["NVMEIO_QUEUE_DEPTH"] = "1"
     found = run_child(
         "interrupt_system_calls",
         watchdog_s=patience_s,
