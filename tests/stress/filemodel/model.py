@@ -221,7 +221,8 @@ class FileModel:
         else:
             flight.accept(error, world.regime)
             if transfer.op == "fsync":
-                self.lost.add(error.errno)
+                # Not of the file that is open now: it may be another.
+                flight.lost.add(error.errno)
             if error.errno not in {each.error for each in world.injected}:
                 flight.note(world.regime, error)
             world.figures["failed"] += 1
