@@ -125,8 +125,10 @@ def comparison(
     )
 
 
-def comparisons_at(nbytes: int, arrays: Any, native: Copy | None) -> Iterator[Comparison]:
-    """Yield the comparisons of one size."""
+def comparisons_at(
+    nbytes: int, arrays: Any, pages: Any, native: Copy | None
+) -> Iterator[Comparison]:
+    """Yield the comparisons of one size; `pages` begins at a page."""
     tensors = tuple(torch.from_numpy(array).view(torch.float32) for array in arrays)
 
     def pair(copy: Copy, memory: Any, threads: int) -> Any:
@@ -135,6 +137,9 @@ def comparisons_at(nbytes: int, arrays: Any, native: Copy | None) -> Iterator[Co
     what = "arrays, 1 thread"
     yield comparison(nbytes, what, "copyto", pair(np.copyto, arrays, 1), FLOOR)
     yield comparison(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
+    what = "arrays, from a page to 16 bytes after one, 1 thread"
+    apart = arrays[0], pages[:nbytes]
+    yield comparison(nbytes, what, "copyto", pair(np.copyto, apart, 1), FLOOR)
     limit = LARGE_SPEED if nbytes >= LARGE_BYTES else FLOOR
     limit = SMALL_SPEED if nbytes <= SMALL_BYTES else limit
     what = "tensors, 1 thread"
@@ -160,12 +165,23 @@ def comparisons_at(nbytes: int, arrays: Any, native: Copy | None) -> Iterator[Co
 def all_comparisons(sizes: list[int], native: Copy | None) -> list[Comparison]:
     """Make all comparisons, on one pair of arrays."""
     source = np.random.default_rng(1).integers(0, 255, max(sizes), np.uint8)
-    target = np.ones_like(source)
+    # Where numpy allocates large arrays.
+    target = shifted(16, len(source))
+    pages = shifted(0, len(source))
     return [
         found
         for nbytes in sizes
-        for found in comparisons_at(nbytes, (target[:nbytes], source[:nbytes]), native)
+        for found in comparisons_at(
+            nbytes, (target[:nbytes], source[:nbytes]), pages, native
+        )
     ]
+
+
+def shifted(nbytes: int, size: int) -> Any:
+    """Return an array that begins this many bytes after a page."""
+    memory = np.ones(size + 2 * mmap.PAGESIZE, np.uint8)
+    begin = (nbytes - memory.ctypes.data) % mmap.PAGESIZE
+    return memory[begin : begin + size]
 
 
 def main() -> None:

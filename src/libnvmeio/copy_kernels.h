@@ -4,6 +4,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* The cache line of x86-64 and of nearly every arm64. */
 #define NVMEIO_LINE_BYTES 64
@@ -11,6 +12,14 @@
 /* The distance between the streams of a kernel that copies several pages at once. It
  * works well even if pages are larger. */
 #define NVMEIO_COPY_PAGE_BYTES 4096
+
+/* Whether a target is less than `bytes` above the source, modulo a page. */
+static inline bool nvmeio_copy_is_above(const void *target, const void *source,
+                                        size_t bytes)
+{
+    size_t distance = ((uintptr_t)target - (uintptr_t)source) % NVMEIO_COPY_PAGE_BYTES;
+    return distance > 0 && distance < bytes;
+}
 
 typedef void nvmeio_copy_function(void *target, const void *source, size_t size);
 

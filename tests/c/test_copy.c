@@ -81,6 +81,28 @@ static void test_the_edges_of_the_thresholds(void)
             }
 }
 
+/* Other loops copy these, because the processor takes their loads for the stores. */
+static void test_targets_a_little_above_their_sources(void)
+{
+    static const size_t sizes[] = {2047, 2048, 4 * NVMEIO_COPY_PAGE_BYTES + 100,
+                                   9 * NVMEIO_COPY_PAGE_BYTES, 300000};
+    static const size_t distances[] = {1, 16, 63, 64, 300, 511, 512, 4095};
+    const size_t page = NVMEIO_COPY_PAGE_BYTES;
+
+    for (unsigned i = 0; i < sizeof(sizes) / sizeof(*sizes); i++)
+        for (unsigned j = 0; j < sizeof(distances) / sizeof(*distances); j++)
+            for (unsigned way = 0; way < 2; way++) {
+                size_t above =
+                    ((uintptr_t)source_area + distances[j] - (uintptr_t)target_area) %
+                    page;
+                unsigned char *target = target_area + page + above;
+                memset(target - GUARD_BYTES, CANARY, sizes[i] + 2 * GUARD_BYTES);
+                (way ? nvmeio_copy : nvmeio_copy_cold)(target, source_area, sizes[i]);
+                CHECK(memcmp(target, source_area, sizes[i]) == 0);
+                CHECK(untouched(target - GUARD_BYTES) && untouched(target + sizes[i]));
+            }
+}
+
 static void test_overlapping_ranges_are_copied_as_by_memmove(void)
 {
     const size_t sizes[] = {1, 63, 64, 1000, 70000, nvmeio_copy_stream_bytes()};
@@ -114,6 +136,7 @@ static void test_kernel(const char *name)
     test_every_length_at_every_alignment(0);
     test_every_length_at_every_alignment(SIZE_MAX);
     test_the_edges_of_the_thresholds();
+    test_targets_a_little_above_their_sources();
     test_overlapping_ranges_are_copied_as_by_memmove();
 }
 
