@@ -34,9 +34,10 @@ from nvmeio._files.descriptors import cut
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
+from nvmeio._publish.files import new_contents
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
-from nvmeio.files import as_dtype, new_contents, opened_for, opened_for_reading
+from nvmeio.files import as_dtype, opened_for, opened_for_reading
 from nvmeio.npy import header_and_source, opened_npy
 
 __all__ = [

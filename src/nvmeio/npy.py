@@ -14,8 +14,8 @@ from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
 from nvmeio._memory.registry import library_of
 from nvmeio._native.file import File
+from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
-from nvmeio.files import new_contents
 from nvmeio.memory import empty
 
 __all__ = ["load", "save"]

@@ -18,6 +18,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
+from nvmeio._publish.folders import Unfinished, remove_unfinished, set_aside
 from nvmeio.checkpoint._copies import Copies, NoCopyError
 from nvmeio.checkpoint._errors import (
     CheckpointError,
@@ -25,12 +26,7 @@ from nvmeio.checkpoint._errors import (
     MovedError,
     NotDamagedError,
 )
-from nvmeio.checkpoint._folders import (
-    Unfinished,
-    cleanup,
-    remove_unfinished,
-    set_aside,
-)
+from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._kinds import what_is_in
 from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST, TREE

@@ -12,7 +12,8 @@ from typing import Any
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._config.constants import LIMITS
 from nvmeio._files.paths import synced_folder
-from nvmeio._files.replacing import become_like, replacement
+from nvmeio._publish.attributes import become_like
+from nvmeio._publish.names import replacement
 
 __all__ = ["aio_config", "write_aio_config"]
 

@@ -17,8 +17,8 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.archives import bytes_of
 from nvmeio._files.descriptors import cut
 from nvmeio._native.file import File
+from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
-from nvmeio.files import new_contents
 from nvmeio.torch._saving import saving_with
 
 __all__ = ["load", "save"]

@@ -1,0 +1,139 @@
+"""Files that get their names, and replace others, when they are complete."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import FOLDER, opened
+from nvmeio._files.paths import naming, resolved, synced_folder
+from nvmeio._native.file import File, open_for_writing, open_unnamed
+from nvmeio._publish.attributes import become_like
+from nvmeio._publish.names import replacement
+
+__all__ = ["file_in_place_of", "new_contents", "replace_file"]
+
+
+@contextlib.contextmanager
+def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[File]:
+    """Open a file for new contents; the caller fills, truncates and syncs it."""
+    with synced_folder(path) if sync else contextlib.nullcontext():
+        if not (atomic and is_replaceable(path)):
+            with open_for_writing(path) as file:
+                yield file
+            return
+        with naming(path), file_in_place_of(resolved(path)) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
+    """Open a new file, which replaces `target` at the end of the block unless that raises.
+
+    Until then it has no name, so that a killed process leaves nothing behind.  A symbolic
+    link is itself replaced, and the new file does not get its target's mode.  A file that
+    this user may not write to is replaced only with `read_only`.
+    """
+    is_link = os.path.islink(target)
+    is_old = not is_link and os.path.exists(target)
+    if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+    try:
+        file = _in_folder(lambda: open_unnamed(os.path.dirname(target)))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        # The file system has no O_TMPFILE.
+        with (
+            replacement(target) as temporary,
+            _in_folder(lambda: File(temporary, "x")) as file,
+        ):
+            if not is_link:
+                become_like(file.fileno(), target)
+            yield file
+        return
+    with file:
+        # Before the bytes are written, so that the caller's sync covers the mode too.
+        if not is_link:
+            become_like(file.fileno(), target)
+        yield file
+        with replacement(target) as temporary:
+            link(file.fileno(), temporary)
+            # If this fails, bytes may be missing.
+            file.close()
+
+
+def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
+    """Write a new file and give it the name of another, even one with other hard links.
+
+    A copy of a folder that has hard links of its files then keeps the old contents.  With
+    ``sync=False``, nothing is synced.
+    """
+    path = path_of(path)
+    with (
+        synced_folder(path) if sync else contextlib.nullcontext(),
+        naming(path),
+        file_in_place_of(resolved(path)) as file,
+    ):
+        file.write(buffer)
+        if sync:
+            file.fsync()
+
+
+def _in_folder(create: Callable[[], File]) -> File:
+    """Create a file; explain a PermissionError, which is about its directory."""
+    try:
+        return create()
+    except PermissionError as error:
+        words = f"{error.strerror} (its folder, in which a new file must be created)"
+        raise PermissionError(error.errno, words, error.filename) from error
+
+
+def is_replaceable(path: str | bytes) -> bool:
+    """Return whether a new file may replace the one that a path leads to."""
+    try:
+        target = resolved(path)
+        found = os.stat(path)
+    except FileNotFoundError:
+        # If the directory is missing too, opening the file reports it.
+        return os.path.isdir(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # Opening the file reports the error.
+        return False
+    # /proc/PID/fd/N leads to an open file, but is not its name.
+    of_kernel = target.startswith("/proc/")
+    plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not of_kernel
+    return plain and not _is_mounted(target)
+
+
+def _is_mounted(target: str) -> bool:
+    """Return whether a file is a mount point, as in containers: it cannot be replaced."""
+    try:
+        return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # There is no /proc, or the file was removed meanwhile.
+        return False
+
+
+def _mount_of(path: str) -> int:
+    # Read bytes: a process that dropped its privileges may be unable to import a codec.
+    with (
+        opened(path, os.O_PATH) as descriptor,
+        open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
+    ):
+        return int(file.read().partition(b"mnt_id:")[2].split()[0])
+
+
+def link(descriptor: int, path: str) -> None:
+    """Give a file a name."""
+    with opened("/proc/self/fd", FOLDER) as folder:
+        # With src_dir_fd Python calls linkat(2), which follows the link in /proc/self/fd.
+        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
