@@ -111,12 +111,12 @@ async def load(path: Path) -> npt.NDArray[Any]:
     return array.T if layout.fortran else array
 
 
-async def save(path: Path, array: Any, *, sync: bool = False) -> None:
+async def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> None:
     """Write an array or a tensor as a .npy file.
 
     Parameters
     ----------
-    path, array, sync
+    path, array, sync, atomic
         As for ``nvmeio.save``.
 
     Raises
@@ -133,9 +133,9 @@ async def save(path: Path, array: Any, *, sync: bool = False) -> None:
     >>> nvmeio.load("data.npy")
     array([0, 1, 2, 3])
     """
-    path, sync = path_of(path), flag("sync", sync)
+    path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     header, source = await in_thread(header_and_source, array)
-    contents = new_contents(path, sync=sync, atomic=True)
+    contents = new_contents(path, sync=sync, atomic=atomic)
     async with _ready(contents) as (handle, file):
         await handle.submit_write(header, file)
         size = await handle.submit_write(source, file, len(header))

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, opened
+from nvmeio._files.descriptors import FOLDER, best_effort, opened
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio._publish.attributes import become_like
@@ -19,14 +20,21 @@ __all__ = ["file_in_place_of", "new_contents", "replace_file"]
 
 
 @contextlib.contextmanager
-def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[File]:
-    """Open a file for new contents; the caller fills, truncates and syncs it."""
-    with synced_folder(path) if sync else contextlib.nullcontext():
-        if not (atomic and is_replaceable(path)):
+def new_contents(
+    path: str | bytes, *, sync: bool, atomic: bool, follow: bool = True
+) -> Iterator[File]:
+    """Open a file for new contents; the caller fills, truncates and syncs it.
+
+    With ``follow=False``, a symbolic link is replaced, not the file that it leads to.
+    """
+    with synced_folder(path, follow=follow) if sync else contextlib.nullcontext():
+        with naming(path):
+            target = resolved(path, follow=follow) if atomic else ""
+        if not (atomic and (not follow or is_replaceable(path, target))):
             with open_for_writing(path) as file:
                 yield file
             return
-        with naming(path), file_in_place_of(resolved(path)) as file:
+        with naming(path), file_in_place_of(target) as file:
             yield file
 
 
@@ -41,17 +49,22 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
     is_link = os.path.islink(target)
     is_old = not is_link and os.path.exists(target)
     if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+        # Opening it says why, such as EROFS, or EPERM of chattr +i.
+        opened(target, os.O_WRONLY).close()
     try:
+        _check_proc()
         file = _in_folder(lambda: open_unnamed(os.path.dirname(target)))
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+        if error.errno not in _UNNAMED_UNKNOWN:
             raise
         # The file system has no O_TMPFILE.
         with (
             replacement(target) as temporary,
             _in_folder(lambda: File(temporary, "x")) as file,
         ):
+            # Where the process is unknown, as in another container, this shows the use.
+            with best_effort():
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not is_link:
                 become_like(file.fileno(), target)
             yield file
@@ -84,6 +97,16 @@ def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
             file.fsync()
 
 
+# The file system has no O_TMPFILE, or no files open for reading and writing.
+_UNNAMED_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+
+
+def _check_proc() -> None:
+    """Refuse a file without a name if it cannot get one: see link()."""
+    if not os.path.isdir("/proc/self/fd"):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
 def _in_folder(create: Callable[[], File]) -> File:
     """Create a file; explain a PermissionError, which is about its directory."""
     try:
@@ -93,14 +116,12 @@ def _in_folder(create: Callable[[], File]) -> File:
         raise PermissionError(error.errno, words, error.filename) from error
 
 
-def is_replaceable(path: str | bytes) -> bool:
-    """Return whether a new file may replace the one that a path leads to."""
+def is_replaceable(path: str | bytes, target: str) -> bool:
+    """Return whether a new file may replace the one that a path leads to, `target`."""
     try:
-        target = resolved(path)
         found = os.stat(path)
     except FileNotFoundError:
-        # If the directory is missing too, opening the file reports it.
-        return os.path.isdir(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+        return True
     except OSError as error:
         if error.errno is None:
             raise
@@ -108,7 +129,8 @@ def is_replaceable(path: str | bytes) -> bool:
         return False
     # /proc/PID/fd/N leads to an open file, but is not its name.
     of_kernel = target.startswith("/proc/")
-    plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not of_kernel
+    # Some file systems count no links, and say 0.
+    plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and not of_kernel
     return plain and not _is_mounted(target)
 
 

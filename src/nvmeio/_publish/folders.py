@@ -14,7 +14,14 @@ from nvmeio._files.paths import naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.names import OwnerOf, is_own, remove_left, temporary_name
+from nvmeio._publish.names import (
+    ASIDE,
+    NAME_MAX,
+    OwnerOf,
+    is_own,
+    remove_left,
+    temporary_name,
+)
 
 __all__ = ["Unfinished", "discard", "remove_unfinished", "set_aside", "sync_below"]
 
@@ -79,7 +86,7 @@ class Unfinished:
             if sync:
                 with naming(self.target):
                     os.fsync(self.descriptor)
-            (exchange if old else rename_to_new)(self.path, self.target)
+            (self._replace if old else rename_to_new)(self.path, self.target)
             if sync:
                 words = (
                     f" (it is in its place, but its folder {parent!r} is not synced: its "
@@ -89,6 +96,31 @@ class Unfinished:
                     self._sync_names(descriptor)
         if old:
             discard(self.path)
+
+    def _replace(self, path: str, target: str) -> None:
+        """Swap names with the old folder; where that takes two steps, set it aside first.
+
+        If this dies between them, ``remove_left`` gives the old one its name back.
+        """
+        try:
+            exchange(path, target)
+            return
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP or len(os.path.basename(target)) > NAME_MAX:
+                raise
+        aside = temporary_name(target, ASIDE)
+        with opened(target, FOLDER) as descriptor:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                os.rename(target, aside)
+                rename_to_new(path, target)
+                # From here on it is what was replaced, as after an exchange.
+                os.rename(aside, path)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    rename_to_new(aside, target)
+                raise
 
     def _sync_names(self, parent: int) -> None:
         try:

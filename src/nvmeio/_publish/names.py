@@ -1,6 +1,7 @@
 """Temporary names, which say whose they are, and the removal of what has died with them."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -13,7 +14,15 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.paths import naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 
-__all__ = ["ASIDE", "OwnerOf", "is_dead", "is_own", "remove_left", "replacement"]
+__all__ = [
+    "ASIDE",
+    "NAME_MAX",
+    "OwnerOf",
+    "is_dead",
+    "is_own",
+    "remove_left",
+    "replacement",
+]
 __all__ += ["temporary_name"]
 
 # What says whose a temporary name is.
@@ -29,7 +38,7 @@ _LEFT = re.compile(
 _NOBODYS = re.compile(r"\.nvmeio-[0-9a-f]{16}\.tmp")
 _NOBODYS_AGE_S = 86400
 # For the name and the host; the whole name may have at most 255 bytes.
-_PART_BYTES_MAX = 80
+NAME_MAX = 80
 
 # The kind of a folder that has left its name for the new one, and may have to return.
 ASIDE = "old"
@@ -38,8 +47,8 @@ ASIDE = "old"
 def temporary_name(target: str, kind: str = "tmp") -> str:
     """Return a name beside `target` for what will be renamed to it, or was."""
     folder, name = os.path.split(target)
-    short = name[:_PART_BYTES_MAX]
-    while len(os.fsencode(short)) > _PART_BYTES_MAX:
+    short = name[:NAME_MAX]
+    while len(os.fsencode(short)) > NAME_MAX:
         short = short[:-1]
     process = os.getpid()
     words = f"{_host()}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
@@ -55,13 +64,20 @@ def replacement(target: str) -> Iterator[str]:
     temporary = TemporaryName(temporary_name(target))
     with temporary as path:
         yield path
-        os.replace(path, target)
+        try:
+            os.replace(path, target)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                words = f"{error.strerror} (this file system cannot rename a file over "
+                words += "another one; atomic=False writes in place)"
+                raise OSError(error.errno, words, target) from error
+            raise
         temporary.keep()
 
 
 def _host() -> str:
     """Return this host's name as it is in temporary names, without dots."""
-    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:_PART_BYTES_MAX]
+    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:NAME_MAX]
 
 
 def _start_of(process: int) -> int:

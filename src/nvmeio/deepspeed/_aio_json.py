@@ -11,7 +11,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._config.constants import LIMITS
-from nvmeio._files.paths import synced_folder
+from nvmeio._files.paths import resolved, synced_folder
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement
 
@@ -131,7 +131,7 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
     given = _block(config) if "aio" in config else config
     if unknown := given.keys() - KEYS:
         raise ValueError(f"unknown keys: {_listed(unknown)}; known are {_listed(KEYS)}")
-    target = os.path.realpath(path)
+    target = resolved(os.fspath(path))
     block, data = _rewritten(target, given)
     if os.path.exists(target) and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
