@@ -18,12 +18,20 @@ from nvmeio._publish.names import (
     ASIDE,
     NAME_MAX,
     OwnerOf,
+    is_dead,
     is_own,
     remove_left,
     temporary_name,
 )
 
-__all__ = ["Unfinished", "discard", "remove_unfinished", "set_aside", "sync_below"]
+__all__ = [
+    "Unfinished",
+    "discard",
+    "put_back",
+    "remove_unfinished",
+    "set_aside",
+    "sync_below",
+]
 
 _log = logging.getLogger("nvmeio")
 
@@ -106,7 +114,10 @@ class Unfinished:
             exchange(path, target)
             return
         except OSError as error:
-            if error.errno != errno.EOPNOTSUPP or len(os.path.basename(target)) > NAME_MAX:
+            if (
+                error.errno != errno.EOPNOTSUPP
+                or len(os.fsencode(os.path.basename(target))) > NAME_MAX
+            ):
                 raise
         aside = temporary_name(target, ASIDE)
         with opened(target, FOLDER) as descriptor:
@@ -173,6 +184,18 @@ def discard(folder: str) -> None:
         remove_tree(folder)
     except OSError as error:
         _log.warning("an obsolete folder was not removed: %s", error)
+
+
+def put_back(folder: str) -> None:
+    """Give folders their names back that dead processes have set aside for new ones."""
+
+    def chosen(found: OwnerOf) -> bool:
+        return found["kind"] == ASIDE and is_dead(found)
+
+    if any(name.endswith(f".nvmeio-{ASIDE}") for name in os.listdir(folder)):
+        _, failed = remove_left(folder, chosen)
+        if failed is not None:
+            _log.warning("a folder that was set aside has not got its name: %s", failed)
 
 
 def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:

@@ -18,7 +18,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
-from nvmeio._publish.folders import Unfinished, remove_unfinished, set_aside
+from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio.checkpoint._copies import Copies, NoCopyError
 from nvmeio.checkpoint._errors import (
     CheckpointError,
@@ -665,6 +665,8 @@ class Checkpointer:
         """
         if step is not None:
             step = _step_of(step)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                put_back(str(self.root))
             try:
                 return step, self._read_or_copy(step, read, files)
             except GoneError:
@@ -775,6 +777,7 @@ class Checkpointer:
     def _newest_first(self) -> list[int]:
         """Return the steps that have a folder, newest first."""
         with contextlib.suppress(FileNotFoundError):
+            put_back(str(self.root))
             names = map(FOLDER.fullmatch, os.listdir(self.root))
             return sorted((int(found[1]) for found in names if found), reverse=True)
         return []

@@ -30,7 +30,9 @@ def atomic_directory(
         The final name of the folder.  Its parent folder must exist.
     replace : bool, default False
         Replace a folder that has this name.  It stays until the new one is complete; then
-        they exchange names atomically, and the old one is removed.
+        they exchange names atomically, and the old one is removed.  Where the file system
+        cannot do that, as NFS, it is set aside for a moment; if the process is killed then,
+        ``cleanup`` gives it its name back.
     reserve : int, optional
         How many bytes will be written.  Whether the file system has room for them is
         checked at the start, by allocating them.
@@ -51,7 +53,7 @@ def atomic_directory(
         `path` cannot be replaced, because it is not a folder, or is a symbolic link.
     OSError
         Writing failed; has errno and path.  The message for ENOSPC says how many bytes are
-        needed and free.  EOPNOTSUPP: the file system, such as NFS, cannot exchange names.
+        needed and free.
     RuntimeError
         The body ended in a forked child; only the parent can complete the folder.
 
@@ -97,7 +99,7 @@ def _reserve(folder: Unfinished, nbytes: int) -> None:
 
 
 def cleanup(folder: Path) -> list[str]:
-    """Remove the unfinished folders of processes that died.
+    """Remove the unfinished folders and files of processes that died.
 
     Parameters
     ----------
@@ -118,7 +120,9 @@ def cleanup(folder: Path) -> list[str]:
     Notes
     -----
     An unfinished folder stays while its process lives or while it is locked.  One of
-    another host always stays, because that host's processes cannot be seen here.
+    another host always stays, because that host's processes cannot be seen here.  A folder
+    that was set aside for a new one that never came gets its name back.  A file of version
+    0.2 does not say whose it is, and is removed if it is a day old.
 
     Examples
     --------
