@@ -16,7 +16,7 @@ from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement
 
-__all__ = ["file_in_place_of", "new_contents", "replace_file"]
+__all__ = ["file_in_place_of", "new_contents", "new_file", "replace_file"]
 
 
 @contextlib.contextmanager
@@ -60,11 +60,8 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
         # The file system has no O_TMPFILE.
         with (
             replacement(target) as temporary,
-            _in_folder(lambda: File(temporary, "x")) as file,
+            _in_folder(lambda: new_file(temporary, private=is_old)) as file,
         ):
-            # Where the process is unknown, as in another container, this shows the use.
-            with best_effort():
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not is_link:
                 become_like(file.fileno(), target)
             yield file
@@ -105,6 +102,18 @@ def _check_proc() -> None:
     """Refuse a file without a name if it cannot get one: see link()."""
     if not os.path.isdir("/proc/self/fd"):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def new_file(path: str, *, private: bool = False) -> File:
+    """Create a file with a temporary name; `private` if it will get the mode of another."""
+    if private:
+        # Users who may not read the old file must not open the new one.
+        opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
+    file = File(path, "r+" if private else "x")
+    # This shows its use where the process is unknown, as in another container.
+    with best_effort():
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def _in_folder(create: Callable[[], File]) -> File:

@@ -14,16 +14,8 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.paths import naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 
-__all__ = [
-    "ASIDE",
-    "NAME_MAX",
-    "OwnerOf",
-    "is_dead",
-    "is_own",
-    "remove_left",
-    "replacement",
-]
-__all__ += ["temporary_name"]
+__all__ = ["ASIDE", "NAME_MAX", "OwnerOf", "final_name", "is_dead", "is_own"]
+__all__ += ["remove_left", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
 OwnerOf = re.Match[str]
@@ -37,6 +29,8 @@ _LEFT = re.compile(
 # Files of version 0.2 do not say whose they are; this long unchanged, they are nobody's.
 _NOBODYS = re.compile(r"\.nvmeio-[0-9a-f]{16}\.tmp")
 _NOBODYS_AGE_S = 86400
+# Of a copy of version 0.2.
+_COPIED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 # For the name and the host; the whole name may have at most 255 bytes.
 NAME_MAX = 80
 
@@ -46,13 +40,25 @@ ASIDE = "old"
 
 def temporary_name(target: str, kind: str = "tmp") -> str:
     """Return a name beside `target` for what will be renamed to it, or was."""
-    folder, name = os.path.split(target)
-    short = name[:NAME_MAX]
-    while len(os.fsencode(short)) > NAME_MAX:
-        short = short[:-1]
+    folder, short = os.path.split(short_name(target))
     process = os.getpid()
     words = f"{_host()}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
     return os.path.join(folder, f".{short}.{words}.nvmeio-{kind}")
+
+
+def short_name(path: str) -> str:
+    """Return a path whose name is as short as it is in temporary names."""
+    folder, name = os.path.split(path)
+    short = name[:NAME_MAX]
+    while len(os.fsencode(short)) > NAME_MAX:
+        short = short[:-1]
+    return os.path.join(folder, short)
+
+
+def final_name(name: str) -> str | None:
+    """Return the short final name in a temporary one; None if `name` is not temporary."""
+    found = _LEFT.fullmatch(name) or _COPIED.fullmatch(name)
+    return short_name(found["name"]) if found else None
 
 
 @contextlib.contextmanager
