@@ -226,7 +226,8 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     ``atomic`` costs space for both files, newly allocated blocks of the file system, and a
     sync.  The new file has the old one's mode, access control list and extended attributes,
     and its owner and group if this user may set them.  If the path is a symbolic link, the
-    file that it leads to is replaced.  A process that is killed leaves no temporary file,
+    file that it leads to is replaced; in a folder like /tmp, only if the link belongs to
+    this user or to the folder's owner.  A process that is killed leaves no temporary file,
     except at the moment of renaming, and on file systems without O_TMPFILE, such as NFS:
     there ``.NAME.*.nvmeio-tmp`` may be left beside the file; ``checkpoint.cleanup``
     removes it.

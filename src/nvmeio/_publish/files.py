@@ -28,9 +28,8 @@ def new_contents(
     With ``follow=False``, a symbolic link is replaced, not the file that it leads to.
     """
     with synced_folder(path, follow=follow) if sync else contextlib.nullcontext():
-        with naming(path):
-            target = resolved(path, follow=follow) if atomic else ""
-        if not (atomic and (not follow or is_replaceable(path, target))):
+        target = _replaceable(path, follow=follow) if atomic else None
+        if target is None:
             with open_for_writing(path) as file:
                 yield file
             return
@@ -125,22 +124,26 @@ def _in_folder(create: Callable[[], File]) -> File:
         raise PermissionError(error.errno, words, error.filename) from error
 
 
-def is_replaceable(path: str | bytes, target: str) -> bool:
-    """Return whether a new file may replace the one that a path leads to, `target`."""
+def _replaceable(path: str | bytes, *, follow: bool) -> str | None:
+    """Return the path of what a new file may replace, or None: then open the path."""
     try:
-        found = os.stat(path)
+        with naming(path):
+            target = resolved(path, follow=follow)
+    except IsADirectoryError:
+        # Opening it says what the kernel calls it.
+        return None
+    if not follow and os.path.islink(target):
+        return target
+    try:
+        with naming(path):
+            found = os.stat(path)
     except FileNotFoundError:
-        return True
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # Opening the file reports the error.
-        return False
+        return target
     # /proc/PID/fd/N leads to an open file, but is not its name.
     of_kernel = target.startswith("/proc/")
     # Some file systems count no links, and say 0.
     plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and not of_kernel
-    return plain and not _is_mounted(target)
+    return target if plain and not _is_mounted(target) else None
 
 
 def _is_mounted(target: str) -> bool:

@@ -74,8 +74,8 @@ def replacement(target: str) -> Iterator[str]:
             os.replace(path, target)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                words = f"{error.strerror} (this file system cannot rename a file over "
-                words += "another one; atomic=False writes in place)"
+                words = f"{error.strerror} (this file system cannot rename files; with "
+                words += "atomic=False, write_file, save and torch.save write in place)"
                 raise OSError(error.errno, words, target) from error
             raise
         temporary.keep()
