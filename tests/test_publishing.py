@@ -161,6 +161,33 @@ def test_killed_between_two_renames_the_old_folder_is_found_again(tmp_path, find
         assert checkpointer.restore(1) == "old"
 
 
+@pytest.mark.parametrize("last", range(3))
+def test_ctrl_c_between_the_renames_leaves_one_folder(tmp_path, monkeypatch, last):
+    from nvmeio._publish import folders
+
+    def exchange(one, other):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), other)
+
+    def interrupting(rename):
+        def renamed(*names):
+            rename(*names)
+            done.append(names)
+            if len(done) == last + 1:
+                raise KeyboardInterrupt
+
+        return renamed
+
+    done = []
+    save_folder(tmp_path / "data", OLD)
+    monkeypatch.setattr(folders, "exchange", exchange)
+    monkeypatch.setattr(folders, "rename_to_new", interrupting(folders.rename_to_new))
+    monkeypatch.setattr(folders.os, "rename", interrupting(os.rename))
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path / "data", NEW)
+    assert os.listdir(tmp_path) == ["data"]
+    assert np.array_equal(load_folder(tmp_path / "data"), OLD if last == 0 else NEW)
+
+
 def test_a_copy_by_hard_links_is_not_appended_to(tmp_path):
     path, copy = tmp_path / "data.npy", tmp_path / "copy.npy"
     nvmeio.save(path, OLD)

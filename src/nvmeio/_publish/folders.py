@@ -129,8 +129,12 @@ class Unfinished:
                 # From here on it is what was replaced, as after an exchange.
                 os.rename(aside, path)
             except BaseException:
-                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                try:
                     rename_to_new(aside, target)
+                except FileExistsError:
+                    discard(aside)
+                except FileNotFoundError:
+                    pass
                 raise
 
     def _sync_names(self, parent: int) -> None:
