@@ -1,8 +1,9 @@
 """A file system in memory with faults on demand, by FUSE: ``faultyfs.py MOUNTPOINT``.
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
-``read``, ``write``, ``fsync``, ``flush`` (each close(2), which returns its error) and
-``release`` (the last close(2) of an open file, which does not wait for it) a dict of
+``read``, ``write``, ``fsync``, ``rename``, ``flush`` (each close(2), which returns its
+error) and ``release`` (the last close(2) of an open file, which does not wait for it) a
+dict of
 
 ``held``        wait until other faults are set, or half a minute; with ``at``, only calls
                 that touch that byte
@@ -12,6 +13,8 @@ The attribute ``user.faults`` of any file in it sets the faults, as JSON: for ea
 ``short``       move at most this many bytes
 ``flip``        change the byte at this offset of the file
 ``times``       strike at most this often
+
+With ``getattr``, ``links`` is the link count of each file.  Names cannot be exchanged.
 
 ``user.fired`` counts how often each fault has struck, ``user.waiting`` the calls that wait.
 ``NAME.plain`` is the file NAME too, without faults.  The process ends at the end of its
@@ -108,7 +111,8 @@ class FaultyFS(fuse.Operations):
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
         size = len(self.file(path))
         mode = stat.S_IFREG | self.modes[path.removesuffix(PLAIN)]
-        return {"st_mode": mode, "st_nlink": 1, "st_size": size}
+        links = self.faults.get("getattr", {}).get("links", 1)
+        return {"st_mode": mode, "st_nlink": links, "st_size": size}
 
     def create(self, path, mode, fi=None):
         path = path.removesuffix(PLAIN)
@@ -125,8 +129,16 @@ class FaultyFS(fuse.Operations):
         raise fuse.FuseOSError(errno.EPERM)
 
     def rename(self, old, new):
-        self.files[new] = self.files.pop(old)
-        self.modes[new] = self.modes.pop(old)
+        self.strike("rename", old)
+        if old in self.folders:
+            self.folders = {self.renamed(each, old, new) for each in self.folders}
+        for table in (self.files, self.modes):
+            for each in [*table]:
+                table[self.renamed(each, old, new)] = table.pop(each)
+
+    def renamed(self, path, old, new):
+        """Return the new path of what is renamed or in it, and others unchanged."""
+        return new + path[len(old) :] if f"{path}/".startswith(f"{old}/") else path
 
     def read(self, path, size, offset, fh):
         fault = self.strike("read", path, offset, size)

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,7 +109,7 @@ def fuse_folder(tmp_path_factory):
 def faulty(fuse_folder):
     """The folder of the FUSE file system, empty and without faults."""
     for path in fuse_folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     yield fuse_folder
     if any(fuse_folder.iterdir()):
         os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")

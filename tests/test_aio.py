@@ -464,7 +464,7 @@ class TestCancelling:
     ):
         if link == "named":
             # A file system without O_TMPFILE.
-            monkeypatch.setattr(nvmeio.files, "open_unnamed", refuse_unnamed)
+            monkeypatch.setattr(nvmeio._publish.files, "open_unnamed", refuse_unnamed)
 
         async def main(number):
             gate = Gate(number)

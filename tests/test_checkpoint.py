@@ -26,6 +26,8 @@ import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
+from nvmeio._publish.folders import Unfinished, remove_unfinished
+from nvmeio._publish.names import temporary_name
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -33,7 +35,6 @@ from nvmeio.checkpoint import (
     _restoring,
     _saving,
 )
-from nvmeio.checkpoint._folders import Unfinished, leftover_name, remove_unfinished
 from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
 
@@ -776,7 +777,7 @@ class TestSequence:
         """Such as a folder that could not be removed, in a process that goes on."""
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(2, 2)
-            left = os.path.basename(leftover_name(str(root / "step-1")))
+            left = os.path.basename(temporary_name(str(root / "step-1")))
             (root / left).mkdir()
             with Unfinished(str(root / "step-5"), replace=True) as used:
                 # It may belong to a thread, if the file system cannot lock folders.

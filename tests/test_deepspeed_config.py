@@ -1,5 +1,6 @@
 """DeepSpeed's "aio" block: reading, warnings and writing."""
 
+import errno
 import json
 import os
 import stat
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from nvmeio.deepspeed import _aio_json as config_module
+from nvmeio._publish import files
 from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
 
 # DeepSpeed's values for an empty block.
@@ -248,8 +249,13 @@ class TestWriting:
             modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
             become_like(descriptor, target)
 
-        become_like = config_module.become_like
-        monkeypatch.setattr(config_module, "become_like", note)
+        def refuse(folder):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
+
+        become_like = files.become_like
+        monkeypatch.setattr(files, "become_like", note)
+        # Without a name, nobody could open it.
+        monkeypatch.setattr(files, "open_unnamed", refuse)
         path.write_text("{}")
         path.chmod(0o600)
         write_aio_config(path, BLOCK)
@@ -264,8 +270,13 @@ class TestWriting:
 
     def test_a_read_only_file_is_not_changed(self, path, monkeypatch):
         path.write_text("{}")
-        monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
-        with pytest.raises(PermissionError, match=path.name):
+
+        def refuse(name, flags):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
+
+        monkeypatch.setattr(os, "access", lambda name, mode, **_: mode != os.W_OK)
+        monkeypatch.setattr(files, "opened", refuse)
+        with pytest.raises(OSError, match="Read-only.*" + path.name):
             write_aio_config(path, BLOCK)
         assert path.read_text() == "{}"
         assert os.listdir(path.parent) == [path.name]

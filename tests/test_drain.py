@@ -207,7 +207,7 @@ def test_a_lasting_error_is_raised_and_the_last_files_are_not_copied(
     assert told.value.__cause__ is error
     assert watched[0].done.count("__0_0.distcp") == tries
     assert not {".metadata", "__0_0.distcp"} & {*os.listdir(tmp_path / "target")}
-    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-tmp")]
 
 
 def test_a_wrong_copy_is_written_again(source, tmp_path, monkeypatch):
@@ -292,7 +292,7 @@ def test_a_slow_target_delays_nobody_and_can_be_cancelled(tmp_path, watched, dra
         if thread.name == "nvmeio-drain":
             thread.join()
     assert ".metadata" not in os.listdir(tmp_path / "target")
-    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-tmp")]
 
 
 def test_a_drain_resumes_after_its_process_was_killed(source, tmp_path, watched):
@@ -303,7 +303,7 @@ def test_a_drain_resumes_after_its_process_was_killed(source, tmp_path, watched)
     child.finish()
     left = {*os.listdir(target)}
     assert ".metadata" not in left
-    assert [name for name in left if name.endswith(".nvmeio-part")]
+    assert [name for name in left if name.endswith(".nvmeio-tmp")]
     drain(source, target).result()
     assert {*os.listdir(target)} == {name.partition("/")[0] for name in FILES}
     assert "__1_0.distcp" not in watched[0].done
@@ -740,7 +740,7 @@ def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):
     for thread in threading.enumerate():
         if thread.name == "nvmeio-drain":
             thread.join()
-    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-tmp")]
 
 
 def test_leftovers_of_a_dead_drain_are_removed(tmp_path):

@@ -19,8 +19,8 @@ import nvmeio
 from children import as_nobody, run_tool
 from helpers import MIB, limit, pattern
 from mounts import unmount
-from nvmeio import files as _files
-from nvmeio._files.replacing import replacement
+from nvmeio._publish import files as _files
+from nvmeio._publish.names import replacement
 
 OLD = pattern(3 * MIB, 1)
 NEW = np.frombuffer(pattern(MIB + 5, 2), np.uint8)
@@ -183,7 +183,7 @@ def test_a_killed_process_leaves_nothing_behind(old):
     """The kill comes after the write, before the new file gets its name."""
     script = (
         "import os, sys, nvmeio\n"
-        "from nvmeio import files\n"
+        "from nvmeio._publish import files\n"
         "files.link = lambda *arguments: os.kill(os.getpid(), 9)\n"
         "nvmeio.write_file(bytes(1 << 20), sys.argv[1])"
     )
@@ -208,7 +208,7 @@ def test_without_unnamed_files_a_temporary_name_is_used(write, old, monkeypatch)
         patched.setattr(_files, "File", note)
         write(old, NEW)
     assert np.array_equal(content(old), NEW)
-    assert any(re.fullmatch(r"\.nvmeio-\w+\.tmp", name) for name in seen)
+    assert any(re.fullmatch(r"\.data\.[\w-]+\.nvmeio-tmp", name) for name in seen)
     assert os.listdir(old.parent) == [old.name]
 
 

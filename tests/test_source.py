@@ -18,7 +18,7 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 # For each folder of the package, the folders that it may import and cimport.  "" stands
 # for the modules in no folder, _libnvmeio for the C library as Cython sees it.
 # _native.settings and _native.descriptor are below the rest of _native/, so that _config/
-# and _files/ may use them.
+# and _files/ may use them; and _publish.names is below _config/.
 FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
@@ -27,23 +27,26 @@ FOLDERS = {
     "_native.descriptor": {"_arguments"},
     "_files": {"_arguments", "_events", "_native.descriptor"},
     "_memory": {"_arguments", "_events"},
-    "_config": {"_arguments", "_files", "_native.settings"},
+    "_publish.names": {"_files", "_native.descriptor"},
+    "_config": {"_arguments", "_files", "_native.settings", "_publish.names"},
     "_native": {"_libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},
+    "_publish": {"_arguments", "_files", "_native"},
     "_arrays": {"_arguments", "_files", "_memory", "_native"},
-    "deepspeed": {"_libnvmeio", "_arguments", "_config", "_files", "_native"},
+    "deepspeed": {"_libnvmeio", "_arguments", "_config", "_files", "_native", "_publish"},
     "": {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),
-        *("_libnvmeio", "deepspeed"),
+        *("_libnvmeio", "_publish", "deepspeed"),
     },
     "safetensors": {
         *("", "_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
+        "_publish",
     },
     "torch": {
-        *("", "checkpoint", "safetensors"),
+        *("", "_publish", "checkpoint", "safetensors"),
         *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "checkpoint": {
-        *("", "safetensors"),
+        *("", "_publish", "safetensors"),
         *("_arguments", "_events", "_files", "_memory", "_native"),
     },
     "_cli": {

@@ -34,9 +34,10 @@ from nvmeio._files.descriptors import cut
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
+from nvmeio._publish.files import new_contents
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
-from nvmeio.files import as_dtype, new_contents, opened_for, opened_for_reading
+from nvmeio.files import as_dtype, opened_for, opened_for_reading
 from nvmeio.npy import header_and_source, opened_npy
 
 __all__ = [
@@ -110,12 +111,12 @@ async def load(path: Path) -> npt.NDArray[Any]:
     return array.T if layout.fortran else array
 
 
-async def save(path: Path, array: Any, *, sync: bool = False) -> None:
+async def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> None:
     """Write an array or a tensor as a .npy file.
 
     Parameters
     ----------
-    path, array, sync
+    path, array, sync, atomic
         As for ``nvmeio.save``.
 
     Raises
@@ -132,9 +133,9 @@ async def save(path: Path, array: Any, *, sync: bool = False) -> None:
     >>> nvmeio.load("data.npy")
     array([0, 1, 2, 3])
     """
-    path, sync = path_of(path), flag("sync", sync)
+    path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     header, source = await in_thread(header_and_source, array)
-    contents = new_contents(path, sync=sync, atomic=True)
+    contents = new_contents(path, sync=sync, atomic=atomic)
     async with _ready(contents) as (handle, file):
         await handle.submit_write(header, file)
         size = await handle.submit_write(source, file, len(header))

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from mmap import PAGESIZE
 from typing import Any, overload
 
@@ -14,12 +14,12 @@ from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import element_of
 from nvmeio._files.descriptors import cut
-from nvmeio._files.paths import naming, resolved, synced_folder
-from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
+from nvmeio._files.paths import naming
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
 from nvmeio._native.buffer import borrow
-from nvmeio._native.file import File, open_for_writing, open_unnamed
+from nvmeio._native.file import File
+from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
 
 __all__ = ["read_file", "read_into", "write_file"]
@@ -226,9 +226,11 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     ``atomic`` costs space for both files, newly allocated blocks of the file system, and a
     sync.  The new file has the old one's mode, access control list and extended attributes,
     and its owner and group if this user may set them.  If the path is a symbolic link, the
-    file that it leads to is replaced.  A process that is killed leaves no temporary file,
+    file that it leads to is replaced; in a folder like /tmp, only if the link belongs to
+    this user or to the folder's owner.  A process that is killed leaves no temporary file,
     except at the moment of renaming, and on file systems without O_TMPFILE, such as NFS:
-    there ``.nvmeio-*.tmp`` may be left beside the file, and can be removed.
+    there ``.NAME.*.nvmeio-tmp`` may be left beside the file; ``checkpoint.cleanup``
+    removes it.
 
     The file is written in place with ``atomic=False``, and also if it is a device, a mount
     point (a file that is mounted into a container), or has other hard links, which a
@@ -255,18 +257,6 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
 
 
 @contextlib.contextmanager
-def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[File]:
-    """Open a file for new contents; the caller fills, truncates and syncs it."""
-    with synced_folder(path) if sync else contextlib.nullcontext():
-        if not (atomic and is_replaceable(path)):
-            with open_for_writing(path) as file:
-                yield file
-            return
-        with naming(path), file_in_place_of(resolved(path)) as file:
-            yield file
-
-
-@contextlib.contextmanager
 def opened_for_reading(file: FileLike) -> Iterator[File]:
     """Open a file as a request that names it would; a ``File`` stays open."""
     found = default_handle()._open(file)
@@ -275,66 +265,3 @@ def opened_for_reading(file: FileLike) -> Iterator[File]:
     finally:
         if found is not file:
             found.close()
-
-
-@contextlib.contextmanager
-def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
-    """Open a new file, which replaces `target` at the end of the block unless that raises.
-
-    Until then it has no name, so that a killed process leaves nothing behind.  A symbolic
-    link is itself replaced, and the new file does not get its target's mode.  A file that
-    this user may not write to is replaced only with `read_only`.
-    """
-    is_link = os.path.islink(target)
-    is_old = not is_link and os.path.exists(target)
-    if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
-    try:
-        file = _in_folder(lambda: open_unnamed(os.path.dirname(target)))
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-        # The file system has no O_TMPFILE.
-        with (
-            replacement(target) as temporary,
-            _in_folder(lambda: File(temporary, "x")) as file,
-        ):
-            if not is_link:
-                become_like(file.fileno(), target)
-            yield file
-        return
-    with file:
-        # Before the bytes are written, so that the caller's sync covers the mode too.
-        if not is_link:
-            become_like(file.fileno(), target)
-        yield file
-        with replacement(target) as temporary:
-            link(file.fileno(), temporary)
-            # If this fails, bytes may be missing.
-            file.close()
-
-
-def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
-    """Write a new file and give it the name of another, even one with other hard links.
-
-    A copy of a folder that has hard links of its files then keeps the old contents.  With
-    ``sync=False``, nothing is synced.
-    """
-    path, handle = path_of(path), default_handle()
-    with (
-        synced_folder(path) if sync else contextlib.nullcontext(),
-        naming(path),
-        file_in_place_of(resolved(path)) as file,
-    ):
-        handle.write(buffer, file)
-        if sync:
-            handle.fsync(file)
-
-
-def _in_folder(create: Callable[[], File]) -> File:
-    """Create a file; explain a PermissionError, which is about its directory."""
-    try:
-        return create()
-    except PermissionError as error:
-        words = f"{error.strerror} (its folder, in which a new file must be created)"
-        raise PermissionError(error.errno, words, error.filename) from error

@@ -14,8 +14,8 @@ from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
 from nvmeio._memory.registry import library_of
 from nvmeio._native.file import File
+from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
-from nvmeio.files import new_contents
 from nvmeio.memory import empty
 
 __all__ = ["load", "save"]
@@ -71,7 +71,7 @@ def opened_npy(path: Path) -> Iterator[tuple[File, Layout, npt.NDArray[Any]]]:
         yield file, layout, empty(shape, layout.dtype)
 
 
-def save(path: Path, array: Any, *, sync: bool = False) -> None:
+def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> None:
     """Write an array or a tensor as a .npy file.
 
     Parameters
@@ -85,6 +85,8 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     sync : bool, default False
         Return only when the file and its name are on the device.  With False, a
         power failure soon afterwards may still leave the old file.
+    atomic : bool, default True
+        As for ``write_file``; with False the file is written in place.
 
     Raises
     ------
@@ -106,10 +108,10 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     >>> np.load("data.npy")
     array([0, 1, 2, 3])
     """
-    path, sync = path_of(path), flag("sync", sync)
+    path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     header, source = header_and_source(array)
     handle = default_handle()
-    with new_contents(path, sync=sync, atomic=True) as file:
+    with new_contents(path, sync=sync, atomic=atomic) as file:
         handle.write(header, file)
         size = handle.write(source, file, len(header))
         cut(file, len(header) + size)

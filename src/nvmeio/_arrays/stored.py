@@ -13,7 +13,7 @@ from nvmeio._arguments.checks import Shape, extents_of, whole
 from nvmeio._arrays.elements import Elements, element_of
 from nvmeio._arrays.npy_header import Layout, check_size, has_magic, read_layout
 from nvmeio._files.locks import header_for_reading, locked_for_reading
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import absolute, naming
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.file import File
 
@@ -29,7 +29,7 @@ class StoredArray:
     """
 
     def __init__(self, file: File, dtype: Any, shape: Shape | None, offset: int) -> None:
-        self.file = file
+        self.file, self._absolute = file, absolute(file.path)
         # The arguments for opening the file again, and whether it has raw bytes.
         self.arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self.raw = False
@@ -113,7 +113,7 @@ class StoredArray:
 
     def layout_now(self) -> Layout:
         """Return the current layout of the file: another process may have appended."""
-        if os.fstat(self.file.fileno()).st_nlink == 0:
+        if not self._has_name():
             words = "the file was replaced or removed since it was opened"
             raise OSError(errno.ESTALE, words)
         seen = self.layout
@@ -130,6 +130,17 @@ class StoredArray:
                 f"dtype {layout.dtype}; open it again"
             )
         return layout
+
+    def _has_name(self) -> bool:
+        """Return whether the path still leads to the file; other links may be copies."""
+        found = os.fstat(self.file.fileno())
+        try:
+            return os.path.samestat(found, os.stat(self._absolute))
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            # This user cannot look there any more.
+            return found.st_nlink > 0
 
     def refresh(self) -> None:
         """See the rows that others have appended."""

@@ -16,7 +16,7 @@ from nvmeio._arguments.checks import shown
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
-from nvmeio._files.replacing import replacement
+from nvmeio._publish.names import replacement
 
 # The version of the files' format.  Increase it if old files would be misread.
 _VERSION = 2

@@ -75,7 +75,7 @@ class WriterLock(_Lock):
             try:
                 # Another user may have linked this name to a file that must not be changed.
                 found = os.fstat(made.number)
-                if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+                if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
                     words = f"it is not a file of {self.owner}, or has other links"
                     raise OSError(errno.EINVAL, words)
                 _lock(made.number, self.doing)
@@ -105,10 +105,20 @@ def _lock(descriptor: int, doing: str) -> None:
         holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
         words = f"another {doing} here: {holder.strip() or 'unknown'}"
         raise BlockingIOError(errno.EAGAIN, words) from None
+    except OSError as error:
+        raise _no_locks(error) from error
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
+
+
+def _no_locks(error: OSError) -> OSError:
+    """Return an error of flock(2), or with the reason if the file system has no locks."""
+    if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        return error
+    words = f"{error.strerror} (flock: this file system, or its mount, has no locks)"
+    return OSError(error.errno, words)
 
 
 def _has_name(descriptor: int, path: str) -> bool:
@@ -143,6 +153,8 @@ class FileLock(_Lock):
                 # A signal handler raised it.
                 raise
             return False
+        except OSError as error:
+            raise _no_locks(error) from error
         return True
 
     def check_written(self) -> None:

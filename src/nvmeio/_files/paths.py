@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 
 from nvmeio._arguments.checks import path_of
@@ -55,7 +56,9 @@ def naming(path: str | bytes, words: str = "") -> Iterator[None]:
 def resolved(path: str | bytes, *, follow: bool = True) -> str:
     """Follow the links of a path as the kernel does; the file need not exist.
 
-    With ``follow=False``, do not follow a link at the end of the path.
+    With ``follow=False``, do not follow a link at the end of the path.  In a folder like
+    /tmp, PermissionError is raised for a link of another user than the folder's and this
+    one, as open(2) does under fs.protected_symlinks.
     """
     found = os.fsdecode(path)
     if not os.path.isabs(found):
@@ -68,5 +71,15 @@ def resolved(path: str | bytes, *, follow: bool = True) -> str:
         found = os.path.join(folder, name)
         if not follow or not os.path.islink(found) or folder.startswith("/proc/"):
             return found
+        _check_owner(found, folder, path)
         found = os.path.join(folder, os.readlink(found))
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def _check_owner(link: str, folder: str, path: str | bytes) -> None:
+    """Refuse a link that another user may have planted: proc_sys_fs(5)."""
+    around, sticky = os.stat(folder), stat.S_ISVTX | stat.S_IWOTH
+    owner = os.lstat(link).st_uid
+    if around.st_mode & sticky == sticky and owner not in (os.geteuid(), around.st_uid):
+        words = "a symbolic link of another user, in a folder where anybody may make one"
+        raise PermissionError(errno.EACCES, words, path)

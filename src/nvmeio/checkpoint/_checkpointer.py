@@ -18,6 +18,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
+from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio.checkpoint._copies import Copies, NoCopyError
 from nvmeio.checkpoint._errors import (
     CheckpointError,
@@ -25,12 +26,7 @@ from nvmeio.checkpoint._errors import (
     MovedError,
     NotDamagedError,
 )
-from nvmeio.checkpoint._folders import (
-    Unfinished,
-    cleanup,
-    remove_unfinished,
-    set_aside,
-)
+from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._kinds import what_is_in
 from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST, TREE
@@ -669,6 +665,8 @@ class Checkpointer:
         """
         if step is not None:
             step = _step_of(step)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                put_back(str(self.root))
             try:
                 return step, self._read_or_copy(step, read, files)
             except GoneError:
@@ -779,6 +777,7 @@ class Checkpointer:
     def _newest_first(self) -> list[int]:
         """Return the steps that have a folder, newest first."""
         with contextlib.suppress(FileNotFoundError):
+            put_back(str(self.root))
             names = map(FOLDER.fullmatch, os.listdir(self.root))
             return sorted((int(found[1]) for found in names if found), reverse=True)
         return []

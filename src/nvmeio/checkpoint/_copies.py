@@ -11,9 +11,9 @@ from typing import Any
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders
 from nvmeio._native.file import File
+from nvmeio._publish.folders import Unfinished
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
-from nvmeio.checkpoint._folders import Unfinished
 from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST
 from nvmeio.checkpoint._places import place_of

@@ -20,14 +20,13 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
+from nvmeio._publish.names import final_name, short_name
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._places import (
     Bytes,
     Place,
     pieces_of,
     place_of,
-    short_name,
-    unfinished,
 )
 
 __all__ = ["Drain", "drain"]
@@ -228,7 +227,7 @@ class Drain:
     def _clean(self, folder: str) -> None:
         shortened = set(map(short_name, self.sizes))
         for name in self.place.names(folder):
-            mine = unfinished(name)
+            mine = final_name(name)
             if mine and os.path.join(folder, mine) in shortened:
                 self.place.remove(os.path.join(folder, name))
 

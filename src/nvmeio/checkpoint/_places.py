@@ -5,8 +5,6 @@ import errno
 import functools
 import importlib
 import os
-import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -20,22 +18,19 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute
 from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
+from nvmeio._publish.files import new_file
+from nvmeio._publish.names import temporary_name
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
 
-__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "short_name", "unfinished"]
+__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of"]
 
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 4 << 20
-# The part of a name that is kept in its temporary name, which has at most 255 bytes.
-_BASE_BYTES_MAX = 220
 
 # Protocols that can rename a file without a copy, also over an existing one.
 _RENAMING = {"memory", "sftp", "ssh"}
-
-
-_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 
 
 class Writer(Protocol):
@@ -134,24 +129,6 @@ def _memory(nbytes: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
 
 
-def _unnamed(name: str) -> str:
-    """Return a temporary name for a file that is not complete."""
-    folder, base = os.path.split(short_name(name))
-    return os.path.join(folder, f".{base}.{secrets.token_hex(4)}.nvmeio-part")
-
-
-def short_name(name: str) -> str:
-    """Return the part of a name that fits into its temporary name."""
-    folder, base = os.path.split(name)
-    return os.path.join(folder, os.fsdecode(os.fsencode(base)[:_BASE_BYTES_MAX]))
-
-
-def unfinished(name: str) -> str | None:
-    """Return the short name in a temporary name; None if `name` is not a temporary one."""
-    found = _PART.fullmatch(name)
-    return found and found[1]
-
-
 class _Folder:
     """A folder of a mounted file system."""
 
@@ -165,9 +142,9 @@ class _Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_FolderWriter"]:
-        unnamed = self.path(_unnamed(name))
+        unnamed = self.path(temporary_name(name))
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(File(unnamed, "x"))
+            file = stack.enter_context(new_file(unnamed))
             writer = _FolderWriter(file, unnamed, self.path(name))
             try:
                 yield writer
@@ -274,7 +251,7 @@ class _Remote:
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_RemoteWriter"]:
         # An object gets its name when its upload is complete; renaming would copy it.
-        unnamed = self.path(_unnamed(name) if self.renames else name)
+        unnamed = self.path(temporary_name(name) if self.renames else name)
         writer = _RemoteWriter(self, unnamed, self.path(name))
         try:
             yield writer

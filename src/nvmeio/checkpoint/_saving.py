@@ -17,7 +17,7 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
-from nvmeio.checkpoint._folders import Unfinished
+from nvmeio._publish.folders import Unfinished
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,

@@ -1,6 +1,5 @@
 """Read DeepSpeed's ``"aio"`` block of JSON into a handle's arguments, and write it."""
 
-import errno
 import importlib
 import json
 import os
@@ -11,8 +10,8 @@ from typing import Any
 
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._config.constants import LIMITS
-from nvmeio._files.paths import synced_folder
-from nvmeio._files.replacing import become_like, replacement
+from nvmeio._files.paths import resolved, synced_folder
+from nvmeio._publish.files import file_in_place_of
 
 __all__ = ["aio_config", "write_aio_config"]
 
@@ -130,19 +129,11 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
     given = _block(config) if "aio" in config else config
     if unknown := given.keys() - KEYS:
         raise ValueError(f"unknown keys: {_listed(unknown)}; known are {_listed(KEYS)}")
-    target = os.path.realpath(path)
+    target = resolved(os.fspath(path))
     block, data = _rewritten(target, given)
-    if os.path.exists(target) and not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
-    with synced_folder(target), replacement(target) as temporary:
-        # Users who may not read the old file must not read the new one.
-        mode = 0o600 if os.path.exists(target) else 0o666
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
-        with open(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            become_like(descriptor, target)
-            os.fsync(descriptor)
+    with synced_folder(target), file_in_place_of(target) as file:
+        file.write(data)
+        file.fsync()
     return block
 
 

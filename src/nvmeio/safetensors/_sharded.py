@@ -15,7 +15,7 @@ import numpy as np
 from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import synced_folder
-from nvmeio.files import replace_file
+from nvmeio._publish.files import replace_file
 from nvmeio.safetensors._dtypes import torch_module
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice

@@ -18,8 +18,8 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
+from nvmeio._publish.files import file_in_place_of
 from nvmeio.default import default_handle
-from nvmeio.files import file_in_place_of
 from nvmeio.memory import empty
 from nvmeio.safetensors._header import build
 from nvmeio.safetensors._reading import Progress, check_progress

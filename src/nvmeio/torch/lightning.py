@@ -6,7 +6,7 @@ from typing import Any
 
 from nvmeio._files.folders import make_folders
 from nvmeio._native.descriptor import remove_tree
-from nvmeio.torch.serialization import load, save
+from nvmeio.torch.serialization import load, save_to
 
 __all__ = ["CheckpointIO"]
 
@@ -76,7 +76,8 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
             )
         name = _local(path)
         make_folders(os.path.dirname(os.path.abspath(name)))
-        save(checkpoint, name)
+        # As Lightning does: ``last.ckpt`` may be a link to the best checkpoint.
+        save_to(checkpoint, name, follow=False)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None

@@ -17,8 +17,8 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.archives import bytes_of
 from nvmeio._files.descriptors import cut
 from nvmeio._native.file import File
+from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
-from nvmeio.files import new_contents
 from nvmeio.torch._saving import saving_with
 
 __all__ = ["load", "save"]
@@ -34,7 +34,14 @@ _HEADER_BYTES_MAX = _ALIGNMENT_MAX + (1 << 17)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
 
-def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = True) -> None:
+def save(
+    obj: Any,
+    path: Path,
+    *,
+    storage_alignment: int = 4096,
+    sync: bool = True,
+    atomic: bool = True,
+) -> None:
     """Save an object in the format of torch.save; the file is replaced atomically.
 
     Parameters
@@ -51,6 +58,9 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
     sync : bool, default True
         Return only when the file and its name are on the device.  With False the file is
         synced too, but not its name: a power failure leaves the old file or the new one.
+    atomic : bool, default True
+        Replace an old file when the new one is complete.  With False it is written in
+        place, for file systems that cannot rename files.
 
     Raises
     ------
@@ -74,14 +84,27 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
     >>> nvmeio.torch.load("model.pt", names=["epoch"])
     {'epoch': 3}
     """
-    sync = flag("sync", sync)
+    save_to(obj, path, storage_alignment=storage_alignment, sync=sync, atomic=atomic)
+
+
+def save_to(
+    obj: Any,
+    path: Path,
+    *,
+    storage_alignment: int = 4096,
+    sync: bool = True,
+    atomic: bool = True,
+    follow: bool = True,
+) -> None:
+    """Save an object; with ``follow=False`` replace a symbolic link, not its target."""
+    sync, atomic = flag("sync", sync), flag("atomic", atomic)
     alignment = integer("storage_alignment", storage_alignment)
     if not 64 <= alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1):
         raise ValueError(
             f"storage_alignment is {alignment}; it must be a power of two from 64 to "
             f"{_ALIGNMENT_MAX}"
         )
-    with new_contents(path_of(path), sync=sync, atomic=True) as file:
+    with new_contents(path_of(path), sync=sync, atomic=atomic, follow=follow) as file:
         stream = io.BufferedWriter(file, _BUFFER_BYTES)
         with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
             torch.save(obj, noting)

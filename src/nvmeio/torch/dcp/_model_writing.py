@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._publish.files import replace_file
 from nvmeio.default import default_handle
-from nvmeio.files import replace_file
 from nvmeio.safetensors._dtypes import header_dtype, header_shape
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import ModelFile

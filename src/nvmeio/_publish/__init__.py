@@ -1,0 +1,1 @@
+"""Files and folders that appear under their names whole, or not at all."""

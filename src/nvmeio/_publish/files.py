@@ -1,0 +1,173 @@
+"""Files that get their names, and replace others, when they are complete."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import FOLDER, best_effort, opened
+from nvmeio._files.paths import naming, resolved, synced_folder
+from nvmeio._native.file import File, open_for_writing, open_unnamed
+from nvmeio._publish.attributes import become_like
+from nvmeio._publish.names import replacement
+
+__all__ = ["file_in_place_of", "new_contents", "new_file", "replace_file"]
+
+
+@contextlib.contextmanager
+def new_contents(
+    path: str | bytes, *, sync: bool, atomic: bool, follow: bool = True
+) -> Iterator[File]:
+    """Open a file for new contents; the caller fills, truncates and syncs it.
+
+    With ``follow=False``, a symbolic link is replaced, not the file that it leads to.
+    """
+    with synced_folder(path, follow=follow) if sync else contextlib.nullcontext():
+        target = _replaceable(path, follow=follow) if atomic else None
+        if target is None:
+            with open_for_writing(path) as file:
+                yield file
+            return
+        with naming(path), file_in_place_of(target) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
+    """Open a new file, which replaces `target` at the end of the block unless that raises.
+
+    Until then it has no name, so that a killed process leaves nothing behind.  A symbolic
+    link is itself replaced, and the new file does not get its target's mode.  A file that
+    this user may not write to is replaced only with `read_only`.
+    """
+    is_link = os.path.islink(target)
+    is_old = not is_link and os.path.exists(target)
+    if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
+        # Opening it says why, such as EROFS, or EPERM of chattr +i.
+        opened(target, os.O_WRONLY).close()
+    try:
+        _check_proc()
+        file = _in_folder(lambda: open_unnamed(os.path.dirname(target)))
+    except OSError as error:
+        if error.errno not in _UNNAMED_UNKNOWN:
+            raise
+        # The file system has no O_TMPFILE.
+        with (
+            replacement(target) as temporary,
+            _in_folder(lambda: new_file(temporary, private=is_old)) as file,
+        ):
+            if not is_link:
+                become_like(file.fileno(), target)
+            yield file
+        return
+    with file:
+        # Before the bytes are written, so that the caller's sync covers the mode too.
+        if not is_link:
+            become_like(file.fileno(), target)
+        yield file
+        with replacement(target) as temporary:
+            link(file.fileno(), temporary)
+            # If this fails, bytes may be missing.
+            file.close()
+
+
+def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
+    """Write a new file and give it the name of another, even one with other hard links.
+
+    A copy of a folder that has hard links of its files then keeps the old contents.  With
+    ``sync=False``, nothing is synced.
+    """
+    path = path_of(path)
+    with (
+        synced_folder(path) if sync else contextlib.nullcontext(),
+        naming(path),
+        file_in_place_of(resolved(path)) as file,
+    ):
+        file.write(buffer)
+        if sync:
+            file.fsync()
+
+
+# The file system has no O_TMPFILE, or no files open for reading and writing.
+_UNNAMED_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+
+
+def _check_proc() -> None:
+    """Refuse a file without a name if it cannot get one: see link()."""
+    if not os.path.isdir("/proc/self/fd"):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def new_file(path: str, *, private: bool = False) -> File:
+    """Create a file with a temporary name; `private` if it will get the mode of another."""
+    if private:
+        # Users who may not read the old file must not open the new one.
+        opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
+    file = File(path, "r+" if private else "x")
+    # This shows its use where the process is unknown, as in another container.
+    with best_effort():
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _in_folder(create: Callable[[], File]) -> File:
+    """Create a file; explain a PermissionError, which is about its directory."""
+    try:
+        return create()
+    except PermissionError as error:
+        words = f"{error.strerror} (its folder, in which a new file must be created)"
+        raise PermissionError(error.errno, words, error.filename) from error
+
+
+def _replaceable(path: str | bytes, *, follow: bool) -> str | None:
+    """Return the path of what a new file may replace, or None: then open the path."""
+    try:
+        with naming(path):
+            target = resolved(path, follow=follow)
+    except IsADirectoryError:
+        # Opening it says what the kernel calls it.
+        return None
+    if not follow and os.path.islink(target):
+        return target
+    try:
+        with naming(path):
+            found = os.stat(path)
+    except FileNotFoundError:
+        return target
+    # /proc/PID/fd/N leads to an open file, but is not its name.
+    of_kernel = target.startswith("/proc/")
+    # Some file systems count no links, and say 0.
+    plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and not of_kernel
+    return target if plain and not _is_mounted(target) else None
+
+
+def _is_mounted(target: str) -> bool:
+    """Return whether a file is a mount point, as in containers: it cannot be replaced."""
+    try:
+        return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # There is no /proc, or the file was removed meanwhile.
+        return False
+
+
+def _mount_of(path: str) -> int:
+    # Read bytes: a process that dropped its privileges may be unable to import a codec.
+    with (
+        opened(path, os.O_PATH) as descriptor,
+        open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
+    ):
+        return int(file.read().partition(b"mnt_id:")[2].split()[0])
+
+
+def link(descriptor: int, path: str) -> None:
+    """Give a file a name."""
+    with opened("/proc/self/fd", FOLDER) as folder:
+        # With src_dir_fd Python calls linkat(2), which follows the link in /proc/self/fd.
+        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)

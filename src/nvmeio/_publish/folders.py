@@ -1,0 +1,220 @@
+"""Folders that appear whole or not at all, and the removal of unfinished ones."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+
+from nvmeio._files.descriptors import FOLDER, Descriptor, opened
+from nvmeio._files.folders import sync_file, sync_folder
+from nvmeio._files.locks import in_child_close
+from nvmeio._files.paths import naming
+from nvmeio._native.descriptor import TemporaryName, remove_tree
+from nvmeio._native.system_calls import exchange, rename_to_new
+from nvmeio._publish.attributes import become_like
+from nvmeio._publish.names import (
+    ASIDE,
+    NAME_MAX,
+    OwnerOf,
+    is_dead,
+    is_own,
+    remove_left,
+    temporary_name,
+)
+
+__all__ = [
+    "Unfinished",
+    "discard",
+    "put_back",
+    "remove_unfinished",
+    "set_aside",
+    "sync_below",
+]
+
+_log = logging.getLogger("nvmeio")
+
+
+class Unfinished:
+    """A temporary folder that is being filled, beside its final name.
+
+    As a context manager it removes the folder, unless ``commit`` has renamed it.
+    """
+
+    def __init__(self, target: str, *, replace: bool) -> None:
+        self.target, self.replace = target, replace
+        _check_target(target, replace)
+        self.path = temporary_name(target)
+        self.process = os.getpid()
+        # Ctrl-C may come at any time: these release the folder with this object.
+        self._name, self._lock = TemporaryName(self.path), Descriptor()
+        with naming(target, f" (its folder {os.path.dirname(target)!r})"):
+            os.mkdir(self.path)
+        self._lock.open(self.path, FOLDER)
+        # The lock shows that the folder is in use where our process ID means nothing, as
+        # in another container.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        in_child_close(self)
+
+    @property
+    def descriptor(self) -> int:
+        """The folder's descriptor; -1 in a forked child."""
+        return self._lock.number
+
+    def close(self) -> None:
+        """Release the lock, which shows that the folder is in use."""
+        self._lock.close()
+
+    def __enter__(self) -> "Unfinished":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Not in a forked child, because the folder belongs to the parent.
+        self._name.remove()
+        self.close()
+
+    def commit(self, *, sync: bool) -> None:
+        """Give the folder its final name; with `sync`, make folder and name durable.
+
+        The caller has synced the contents.
+        """
+        if self.descriptor < 0:
+            raise RuntimeError(
+                f"{self.target} is written by process {self.process}; its forked child "
+                f"{os.getpid()} cannot complete it"
+            )
+        parent = os.path.dirname(self.target)
+        with opened(parent, FOLDER) as descriptor:
+            old = self.replace and os.path.lexists(self.target)
+            if old:
+                _check_target(self.target, self.replace)
+                become_like(self.descriptor, self.target)
+            if sync:
+                with naming(self.target):
+                    os.fsync(self.descriptor)
+            (self._replace if old else rename_to_new)(self.path, self.target)
+            if sync:
+                words = (
+                    f" (it is in its place, but its folder {parent!r} is not synced: its "
+                    "name may be lost at a power failure)"
+                )
+                with naming(self.target, words):
+                    self._sync_names(descriptor)
+        if old:
+            discard(self.path)
+
+    def _replace(self, path: str, target: str) -> None:
+        """Swap names with the old folder; where that takes two steps, set it aside first.
+
+        If this dies between them, ``remove_left`` gives the old one its name back.
+        """
+        try:
+            exchange(path, target)
+            return
+        except OSError as error:
+            if (
+                error.errno != errno.EOPNOTSUPP
+                or len(os.fsencode(os.path.basename(target))) > NAME_MAX
+            ):
+                raise
+        aside = temporary_name(target, ASIDE)
+        with opened(target, FOLDER) as descriptor:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                os.rename(target, aside)
+                rename_to_new(path, target)
+                # From here on it is what was replaced, as after an exchange.
+                os.rename(aside, path)
+            except BaseException:
+                try:
+                    rename_to_new(aside, target)
+                except FileExistsError:
+                    discard(aside)
+                except FileNotFoundError:
+                    pass
+                raise
+
+    def _sync_names(self, parent: int) -> None:
+        try:
+            os.fsync(parent)
+        except OSError:
+            # The old folder may still have its name on the device.
+            self._name.keep()
+            raise
+
+
+def _check_target(target: str, replace: bool) -> None:
+    """Refuse a name that is taken, unless it is a folder and `replace` is true."""
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        return
+    if not replace:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    if not stat.S_ISDIR(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a folder"
+        words = f"it is {kind}, so it is not replaced; remove it first"
+        raise NotADirectoryError(errno.ENOTDIR, words, target)
+
+
+def sync_below(folder: str) -> None:
+    """Sync all files and folders below a folder, but not the folder itself."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            sync_below(entry.path)
+            sync_folder(entry.path)
+        elif entry.is_file(follow_symlinks=False):
+            with naming(entry.path):
+                try:
+                    sync_file(entry.path, os.O_RDONLY)
+                except PermissionError:
+                    # A file that this user may write but not read.
+                    sync_file(entry.path, os.O_WRONLY)
+
+
+def set_aside(folder: str) -> None:
+    """Remove a folder, whose name disappears in one step."""
+    with TemporaryName(temporary_name(folder)) as left:
+        os.rename(folder, left)
+        discard(left)
+
+
+def discard(folder: str) -> None:
+    """Remove a folder with a temporary name; if that fails, ``cleanup`` can do it."""
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        _log.warning("an obsolete folder was not removed: %s", error)
+
+
+def put_back(folder: str) -> None:
+    """Give folders their names back that dead processes have set aside for new ones."""
+
+    def chosen(found: OwnerOf) -> bool:
+        return found["kind"] == ASIDE and is_dead(found)
+
+    if any(name.endswith(f".nvmeio-{ASIDE}") for name in os.listdir(folder)):
+        _, failed = remove_left(folder, chosen)
+        if failed is not None:
+            _log.warning("a folder that was set aside has not got its name: %s", failed)
+
+
+def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:
+    """Remove the unfinished folders, of any host, whose final names begin with `prefix`.
+
+    The caller holds the lock that lets no other process write such folders.  With `own`,
+    remove only those of this process.
+    """
+
+    def chosen(found: OwnerOf) -> bool:
+        return found["name"].startswith(prefix) and (not own or is_own(found))
+
+    # Where folders cannot be locked, another thread may be using one.
+    removed, failed = remove_left(folder, chosen, unlockable=not own)
+    for path in removed:
+        _log.info("removed an unfinished folder of a save that was stopped: %s", path)
+    if failed is not None:
+        _log.warning("an unfinished folder of a save that was stopped stays: %s", failed)

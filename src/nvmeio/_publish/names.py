@@ -1,0 +1,179 @@
+"""Temporary names, which say whose they are, and the removal of what has died with them."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+
+from nvmeio._files.descriptors import opened
+from nvmeio._files.paths import naming
+from nvmeio._native.descriptor import TemporaryName, remove_tree
+
+__all__ = ["ASIDE", "NAME_MAX", "OwnerOf", "final_name", "is_dead", "is_own"]
+__all__ += ["remove_left", "replacement", "short_name", "temporary_name"]
+
+# What says whose a temporary name is.
+OwnerOf = re.Match[str]
+
+# The name of what is not complete: its final name, and the process that makes it.
+_LEFT = re.compile(
+    r"\.(?P<name>.*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
+    r"\.nvmeio-(?P<kind>tmp|old)",
+    re.DOTALL,
+)
+# Files of version 0.2 do not say whose they are; this long unchanged, they are nobody's.
+_NOBODYS = re.compile(r"\.nvmeio-[0-9a-f]{16}\.tmp")
+_NOBODYS_AGE_S = 86400
+# Of a copy of version 0.2.
+_COPIED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
+# For the name and the host; the whole name may have at most 255 bytes.
+NAME_MAX = 80
+
+# The kind of a folder that has left its name for the new one, and may have to return.
+ASIDE = "old"
+
+
+def temporary_name(target: str, kind: str = "tmp") -> str:
+    """Return a name beside `target` for what will be renamed to it, or was."""
+    folder, short = os.path.split(short_name(target))
+    process = os.getpid()
+    words = f"{_host()}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
+    return os.path.join(folder, f".{short}.{words}.nvmeio-{kind}")
+
+
+def short_name(path: str) -> str:
+    """Return a path whose name is as short as it is in temporary names."""
+    folder, name = os.path.split(path)
+    short = name[:NAME_MAX]
+    while len(os.fsencode(short)) > NAME_MAX:
+        short = short[:-1]
+    return os.path.join(folder, short)
+
+
+def final_name(name: str) -> str | None:
+    """Return the short final name in a temporary one; None if `name` is not temporary."""
+    found = _LEFT.fullmatch(name) or _COPIED.fullmatch(name)
+    return short_name(found["name"]) if found else None
+
+
+@contextlib.contextmanager
+def replacement(target: str) -> Iterator[str]:
+    """Yield the name of a temporary file, which then replaces `target`.
+
+    After an error, the temporary file is removed.
+    """
+    temporary = TemporaryName(temporary_name(target))
+    with temporary as path:
+        yield path
+        try:
+            os.replace(path, target)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                words = f"{error.strerror} (this file system cannot rename files; with "
+                words += "atomic=False, write_file, save and torch.save write in place)"
+                raise OSError(error.errno, words, target) from error
+            raise
+        temporary.keep()
+
+
+def _host() -> str:
+    """Return this host's name as it is in temporary names, without dots."""
+    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:NAME_MAX]
+
+
+def _start_of(process: int) -> int:
+    """Return a process's start time, in clock ticks since boot; -1 if it is dead.
+
+    Without /proc it is 0: unknown.
+    """
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            # The process's name, in parentheses, may have any characters.
+            words = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1 if os.path.exists("/proc/self/stat") else 0
+    return -1 if words[0] in b"ZX" else int(words[19])
+
+
+def is_dead(found: OwnerOf) -> bool:
+    """Return whether the process of a temporary name ran on this host and is dead."""
+    then, now = int(found["start"]), _start_of(int(found["pid"]))
+    return _host() == found["host"] and (now < 0 or (now != then and 0 not in (now, then)))
+
+
+def is_own(found: OwnerOf) -> bool:
+    """Return whether a temporary name is of this process."""
+    process = os.getpid()
+    wanted = (_host(), process, _start_of(process))
+    return (found["host"], int(found["pid"]), int(found["start"])) == wanted
+
+
+def remove_left(
+    folder: str, chosen: Callable[[OwnerOf], bool], *, unlockable: bool = True
+) -> tuple[list[str], OSError | None]:
+    """Remove what has temporary names and is not locked; return paths and the first error.
+
+    What was set aside for a new one that did not come gets its name back.  With
+    `unlockable`, also what the file system cannot lock.
+    """
+    removed, failed = [], None
+    for entry in os.scandir(folder):
+        found = _LEFT.fullmatch(entry.name)
+        if not (chosen(found) if found else _is_nobodys(entry)):
+            continue
+        try:
+            if _remove(entry.path, found, unlockable=unlockable):
+                removed.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failed = failed or error
+    return removed, failed
+
+
+def _is_nobodys(entry: "os.DirEntry[str]") -> bool:
+    if not _NOBODYS.fullmatch(entry.name):
+        return False
+    found = entry.stat(follow_symlinks=False)
+    return stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - _NOBODYS_AGE_S
+
+
+def _remove(path: str, found: OwnerOf | None, *, unlockable: bool) -> bool:
+    """Remove a file or folder, or give it its name back; return whether it was removed."""
+    mode = os.lstat(path).st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        return False
+    with (
+        naming(path),
+        opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
+    ):
+        locked = _locked(descriptor)
+        if not (unlockable if locked is None else locked):
+            return False
+        if found and found["kind"] == ASIDE:
+            target = os.path.join(os.path.dirname(path), found["name"])
+            if not os.path.lexists(target):
+                os.rename(path, target)
+                return False
+        if stat.S_ISDIR(mode):
+            remove_tree(path)
+        else:
+            os.unlink(path)
+    return True
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Lock a file or folder; return False if it is locked, and None if it cannot be."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The file system cannot lock it.
+        return None
+    return True

@@ -1,0 +1,308 @@
+"""Every writer on unusual file systems: the old file or the new one, or a refusal."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import nvmeio
+import nvmeio.safetensors.numpy
+from children import run_tool
+from mounts import unmount
+from nvmeio.checkpoint import Checkpointer, atomic_directory
+from nvmeio.checkpoint import cleanup as clean_up
+from workloads.common import Faults
+
+OLD, NEW = np.arange(1000), np.arange(1000, 3000)
+
+
+def save_tensor(path, array):
+    torch = pytest.importorskip("torch")
+    nvmeio.torch.save(torch.from_numpy(array), path)
+
+
+def load_tensor(path):
+    return nvmeio.torch.load(path).numpy()
+
+
+def save_folder(path, array):
+    with atomic_directory(path, replace=True) as folder:
+        (folder / "file").write_bytes(array.tobytes())
+
+
+def load_folder(path):
+    return np.frombuffer((path / "file").read_bytes(), np.int64)
+
+
+def save_step(path, array):
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(1, array)
+
+
+def load_step(path):
+    with Checkpointer(path) as checkpointer:
+        return checkpointer.restore(1)
+
+
+def create_array(path, array):
+    with nvmeio.ArrayFile.create(path, array.shape, array.dtype, overwrite=True) as file:
+        file[:] = array
+
+
+def append_array(path, array):
+    if not path.exists():
+        nvmeio.save(path, array)
+        return
+    with nvmeio.ArrayFile(path, mode="r+") as file:
+        file.append(array[len(OLD) :])
+        file.refresh()
+        file[:] = array
+
+
+REPLACING = {
+    "write_file": (
+        lambda path, array: nvmeio.write_file(array, path),
+        lambda path: nvmeio.read_file(path, dtype=np.int64),
+    ),
+    "save": (nvmeio.save, nvmeio.load),
+    "save_file": (
+        lambda path, array: nvmeio.safetensors.numpy.save_file({"a": array}, path),
+        lambda path: nvmeio.safetensors.numpy.load_file(path)["a"],
+    ),
+    "torch.save": (save_tensor, load_tensor),
+    "atomic_directory": (save_folder, load_folder),
+    "Checkpointer": (save_step, load_step),
+}
+IN_PLACE = {
+    "create": (create_array, nvmeio.load),
+    "append": (append_array, nvmeio.load),
+}
+FILES = ["write_file", "save", "save_file", "torch.save"]
+
+
+@pytest.fixture
+def faults(faulty):
+    (faulty / "control").touch()
+    found = Faults(faulty / "control")
+    yield found
+    found.set()
+
+
+@pytest.mark.parametrize("writer", [*REPLACING, *IN_PLACE])
+def test_where_no_links_are_counted_everything_is_replaced(faulty, faults, writer):
+    faults.set(getattr={"links": 0})
+    save, load = {**REPLACING, **IN_PLACE}[writer]
+    path = faulty / "target"
+    save(path, OLD)
+    inode = path.stat().st_ino
+    save(path, NEW)
+    assert np.array_equal(load(path), NEW)
+    assert (path.stat().st_ino == inode) == (writer in (*IN_PLACE, "Checkpointer"))
+    assert sorted(os.listdir(faulty)) == ["control", "target"]
+
+
+@pytest.mark.parametrize("writer", REPLACING)
+def test_without_renames_the_old_one_stays_and_the_error_says_so(faulty, faults, writer):
+    save, load = REPLACING[writer]
+    path = faulty / "target"
+    save(path, OLD)
+    faults.set(rename={"error": errno.ENOSYS})
+    with pytest.raises(OSError, match="not implemented") as caught:
+        save(path, NEW)
+    assert caught.value.errno == errno.ENOSYS
+    assert caught.value.filename
+    if writer in ("write_file", "save", "torch.save"):
+        assert "atomic=False" in str(caught.value)
+    assert np.array_equal(load(path), OLD)
+    assert sorted(os.listdir(faulty)) == ["control", "target"]
+
+
+def test_without_renames_files_can_be_written_in_place(faulty, faults):
+    torch = pytest.importorskip("torch")
+    faults.set(rename={"error": errno.ENOSYS})
+    for _ in range(2):
+        nvmeio.save(faulty / "a.npy", NEW, atomic=False)
+        nvmeio.write_file(NEW, faulty / "a", atomic=False)
+        nvmeio.torch.save(torch.from_numpy(NEW), faulty / "a.pt", atomic=False)
+    assert np.array_equal(nvmeio.load(faulty / "a.npy"), NEW)
+    assert np.array_equal(load_tensor(faulty / "a.pt"), NEW)
+
+
+KILLED = """
+import errno, os, sys, nvmeio
+from nvmeio._publish import folders
+def exchange(one, other): raise OSError(errno.EOPNOTSUPP, "no", other)
+folders.exchange = exchange
+folders.rename_to_new = lambda *names: os.kill(os.getpid(), 9)
+with nvmeio.checkpoint.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, "new")
+"""
+
+
+@pytest.mark.parametrize("finder", ["restore", "cleanup", "save"])
+def test_killed_between_two_renames_the_old_folder_is_found_again(tmp_path, finder):
+    root = tmp_path / "root"
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, "old")
+    command = [sys.executable, "-c", KILLED, root]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert "step-1" not in os.listdir(root)
+    with Checkpointer(root) as checkpointer:
+        if finder == "cleanup":
+            assert [name[-11:] for name in clean_up(root)] == [".nvmeio-tmp"]
+        elif finder == "save":
+            checkpointer.save(2, "newer")
+            assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1", "step-2"]
+        assert checkpointer.restore(1) == "old"
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_ctrl_c_between_the_renames_leaves_one_folder(tmp_path, monkeypatch, last):
+    from nvmeio._publish import folders
+
+    def exchange(one, other):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), other)
+
+    def interrupting(rename):
+        def renamed(*names):
+            rename(*names)
+            done.append(names)
+            if len(done) == last + 1:
+                raise KeyboardInterrupt
+
+        return renamed
+
+    done = []
+    save_folder(tmp_path / "data", OLD)
+    monkeypatch.setattr(folders, "exchange", exchange)
+    monkeypatch.setattr(folders, "rename_to_new", interrupting(folders.rename_to_new))
+    monkeypatch.setattr(folders.os, "rename", interrupting(os.rename))
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path / "data", NEW)
+    assert os.listdir(tmp_path) == ["data"]
+    assert np.array_equal(load_folder(tmp_path / "data"), OLD if last == 0 else NEW)
+
+
+def test_a_copy_by_hard_links_is_not_appended_to(tmp_path):
+    path, copy = tmp_path / "data.npy", tmp_path / "copy.npy"
+    nvmeio.save(path, OLD)
+    with nvmeio.ArrayFile(path, mode="r+") as file:
+        os.link(path, copy)
+        path.unlink()
+        nvmeio.save(path, NEW)
+        with pytest.raises(OSError, match="replaced or removed") as caught:
+            file.append(NEW)
+        assert caught.value.errno == errno.ESTALE
+        with pytest.raises(OSError, match="replaced or removed"):
+            file.refresh()
+    assert np.array_equal(nvmeio.load(copy), OLD)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links of other users")
+@pytest.mark.parametrize("writer", FILES)
+@pytest.mark.parametrize("owner", ["other", "folder's", "own"])
+def test_planted_links_are_refused_as_by_the_kernel(tmp_path, writer, owner):
+    save, load = REPLACING[writer]
+    shared, victim, link = tmp_path / "tmp", tmp_path / "victim", tmp_path / "tmp/data"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    os.chown(shared, 1002, -1)
+    save(victim, OLD)
+    link.symlink_to(victim)
+    os.chown(
+        link, {"other": 1001, "folder's": 1002, "own": 0}[owner], -1, follow_symlinks=False
+    )
+    if owner == "other":
+        with pytest.raises(PermissionError, match="link of another user") as caught:
+            save(link, NEW)
+        assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(link))
+    else:
+        save(link, NEW)
+    assert link.is_symlink()
+    assert np.array_equal(load(victim), OLD if owner == "other" else NEW)
+    assert os.listdir(shared) == ["data"]
+
+
+def test_the_plug_in_of_lightning_replaces_a_link(tmp_path):
+    """It saves last.ckpt, which may be a link to the best checkpoint, in this way."""
+    torch = pytest.importorskip("torch")
+    from nvmeio.torch.serialization import save_to
+
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    save_tensor(best, OLD)
+    last.symlink_to("best.ckpt")
+    save_to(torch.from_numpy(NEW), last, follow=False)
+    assert not last.is_symlink()
+    assert np.array_equal(load_tensor(best), OLD)
+    assert np.array_equal(load_tensor(last), NEW)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize("writer", FILES)
+def test_a_read_only_mount_is_named_as_such(tmp_path, writer):
+    save, load = REPLACING[writer]
+    save(tmp_path / "data", OLD)
+    run_tool("mount", "--bind", tmp_path, tmp_path)
+    try:
+        run_tool("mount", "-o", "remount,bind,ro", tmp_path)
+        with pytest.raises(OSError, match="data") as caught:
+            save(tmp_path / "data", NEW)
+        assert caught.value.errno == errno.EROFS
+        assert np.array_equal(load(tmp_path / "data"), OLD)
+    finally:
+        unmount(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chattr needs root")
+@pytest.mark.parametrize("writer", FILES)
+def test_an_immutable_file_is_named_as_such(tmp_path, writer):
+    save, load = REPLACING[writer]
+    path = tmp_path / "data"
+    save(path, OLD)
+    if not shutil.which("chattr") or subprocess.run(["chattr", "+i", path]).returncode:
+        pytest.skip("there are no immutable files here")
+    try:
+        with pytest.raises(OSError, match="data") as caught:
+            save(path, NEW)
+        assert caught.value.errno == errno.EPERM
+    finally:
+        run_tool("chattr", "-i", path)
+    assert np.array_equal(load(path), OLD)
+    assert os.listdir(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_the_error_says_if_a_lock_is_what_fails(tmp_path, monkeypatch, code):
+    from nvmeio._files import locks
+
+    def refuse(descriptor, operation):
+        raise OSError(code, os.strerror(code))
+
+    nvmeio.save(tmp_path / "data.npy", OLD)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    with (
+        nvmeio.ArrayFile(tmp_path / "data.npy", mode="r+") as file,
+        pytest.raises(OSError, match="flock") as caught,
+    ):
+        file.append(NEW)
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "data.npy"))
+    with pytest.raises(OSError, match="flock"), Checkpointer(tmp_path / "run") as saver:
+        saver.save(1, 1)
+
+
+def test_without_proc_files_are_replaced_by_name(tmp_path, monkeypatch):
+    from nvmeio._publish import files
+
+    nvmeio.save(tmp_path / "data.npy", OLD)
+    found = os.path.isdir
+    monkeypatch.setattr(
+        files.os.path, "isdir", lambda path: path != "/proc/self/fd" and found(path)
+    )
+    monkeypatch.setattr(files, "link", None)
+    nvmeio.save(tmp_path / "data.npy", NEW)
+    assert np.array_equal(nvmeio.load(tmp_path / "data.npy"), NEW)
