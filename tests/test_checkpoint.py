@@ -29,9 +29,9 @@ from mounts import SIZES_MIN, Filler
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
-    _checkpointer,
     _restoring,
     _saving,
+    _steps,
 )
 from nvmeio.checkpoint._folders import Unfinished, leftover_name, remove_unfinished
 from nvmeio.checkpoint._restoring import Held
@@ -810,15 +810,15 @@ class TestSequence:
                 ("latest", "steps", "restore", "metadata"), start=2
             ):
                 reader = Checkpointer(root)
-                listed = reader._newest_first
+                listed = reader._steps.newest_first
 
                 def list_late(listed=listed, reader=reader, step=step):
                     found = listed()
-                    reader._newest_first = listed
+                    reader._steps.newest_first = listed
                     writer.save(step, step, {"step": step})
                     return found
 
-                reader._newest_first = list_late
+                reader._steps.newest_first = list_late
                 expected = {"steps": [step], "metadata": {"step": step}}.get(look, step)
                 assert getattr(reader, look)() == expected
 
@@ -840,7 +840,7 @@ class TestSequence:
             checkpointer.save(1, 1)
             broken = OSError(errno.EIO, "broken")
             monkeypatch.setattr(
-                _checkpointer, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
+                _steps, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
             )
             checkpointer.save(2, 2)
             assert "older checkpoints were not removed: [Errno 5] broken" in caplog.text
@@ -1027,7 +1027,7 @@ class TestLocks:
     def test_a_step_that_is_being_removed_is_not_read(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
-            set_aside, held = _checkpointer.set_aside, []
+            set_aside, held = _steps.set_aside, []
 
             def set_aside_late(folder):
                 path = os.path.join(folder, "manifest.json")
@@ -1036,7 +1036,7 @@ class TestLocks:
                 held.append(folder)
                 set_aside(folder)
 
-            monkeypatch.setattr(_checkpointer, "set_aside", set_aside_late)
+            monkeypatch.setattr(_steps, "set_aside", set_aside_late)
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 

@@ -35,15 +35,22 @@ FOLDERS = {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),
         *("_libnvmeio", "deepspeed"),
     },
+    "_tensors": {"_arguments", "_arrays", "_files", "_memory", "_native"},
+    "_streams": {"", "_arguments", "_files", "_memory", "_native"},
+    "_safetensors": {
+        *("", "_streams", "_tensors"),
+        *("_arguments", "_files", "_memory", "_native"),
+    },
     "safetensors": {
-        *("", "_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
+        *("", "_safetensors", "_streams", "_tensors"),
+        *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "torch": {
-        *("", "checkpoint", "safetensors"),
+        *("", "_safetensors", "_streams", "_tensors", "checkpoint", "safetensors"),
         *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "checkpoint": {
-        *("", "safetensors"),
+        *("", "_safetensors", "_streams", "_tensors"),
         *("_arguments", "_events", "_files", "_memory", "_native"),
     },
     "_cli": {
@@ -58,7 +65,7 @@ ONLY_IN = {
     "torch": (
         (
             *("torch/*", "_cli/workloads.py", "safetensors/torch.py"),
-            *("safetensors/_sharing.py", "safetensors/_dtypes.py"),
+            *("safetensors/_sharing.py", "_tensors/dtypes.py"),
         ),
         "move it to nvmeio/torch/",
     ),

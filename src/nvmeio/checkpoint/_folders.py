@@ -21,7 +21,7 @@ from nvmeio._files.replacing import become_like
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 from nvmeio._native.file import File
 from nvmeio._native.system_calls import exchange, rename_to_new
-from nvmeio.safetensors._writing import reserve as reserve_file
+from nvmeio._streams.writing import reserve as reserve_file
 
 __all__ = [
     "Unfinished",

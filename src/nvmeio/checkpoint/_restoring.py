@@ -10,15 +10,21 @@ from typing import Any
 import numpy as np
 
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
+from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.header import Tensor
+from nvmeio._safetensors.loading import Wanted, load
+from nvmeio._streams.progress import Progress
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework, NumPy, Torch
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
-    MANIFEST,
-    TENSORS,
     TREE,
     Checksums,
     read_json,
@@ -26,18 +32,11 @@ from nvmeio.checkpoint._manifest import (
     require_same,
 )
 from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
-from nvmeio.checkpoint._stored import bytes_of
-from nvmeio.checkpoint._tree import decode, path_of
+from nvmeio.checkpoint._tree import decode, path_of, plain
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Framework, NumPy, Torch
-from nvmeio.safetensors._header import Tensor
-from nvmeio.safetensors._loading import Wanted, load
-from nvmeio.safetensors._reading import Progress
 
-__all__ = ["Held"]
+__all__ = ["Held", "MovedError"]
 
 
 class Held:
@@ -143,6 +142,10 @@ class Held:
             )
 
         return decode(self.tree()["metadata"], refused)
+
+    def plain_metadata(self) -> Any:
+        """Return the metadata as plain JSON."""
+        return plain(self.tree()["metadata"])
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all files, and raise CheckpointError if a checksum differs."""

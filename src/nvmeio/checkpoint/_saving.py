@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
 from nvmeio._memory.available import require_available
 from nvmeio._memory.deferred import Deferred
@@ -17,12 +18,14 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
+from nvmeio._safetensors.header import build
+from nvmeio._safetensors.writing import parts_of
+from nvmeio._streams.writing import Bytes, reserve, write
+from nvmeio._tensors.dtypes import torch_module
 from nvmeio.checkpoint._folders import Unfinished
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
-    MANIFEST,
-    TENSORS,
     TREE,
     TREE_BYTES_MAX,
     Checksums,
@@ -32,9 +35,6 @@ from nvmeio.checkpoint._manifest import (
 from nvmeio.checkpoint._stored import Stored, contents, store
 from nvmeio.checkpoint._tree import encode, path_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._dtypes import torch_module
-from nvmeio.safetensors._header import build
-from nvmeio.safetensors._writing import Bytes, parts_of, reserve, write
 
 __all__ = ["Plan", "Staging"]
 

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
+from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.checkpoint._tree import Leaf, name_of, path_of
-from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_shape, numpy_dtype
-from nvmeio.safetensors._errors import SafetensorError
 
-__all__ = ["PAIRS", "Stored", "bytes_of", "contents", "store"]
+__all__ = ["PAIRS", "Stored", "contents", "store"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -432,15 +433,3 @@ class _Namer:
 def contents(stored: Stored) -> Callable[[], Bytes]:
     """Return a function that returns a tensor's bytes, to be called when its turn comes."""
     return functools.partial(bytes_of, stored.value)
-
-
-def bytes_of(value: Any) -> Bytes:
-    """Return the bytes of a tensor or an array, in C order."""
-    if isinstance(value, Deferred):
-        value = value.load()
-    if _is_array(value):
-        flat = np.ascontiguousarray(value).reshape(-1)
-        return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-    from nvmeio.safetensors.torch import _bytes_of
-
-    return _bytes_of(value)

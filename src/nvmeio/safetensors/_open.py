@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._events.forks import call_in_child
-from nvmeio.safetensors._dtypes import BITS
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
-from nvmeio.safetensors._frameworks import Framework, framework_of
-from nvmeio.safetensors._header import Layout, Tensor
-from nvmeio.safetensors._loading import Loading, Wanted, load, look_up, wanted
-from nvmeio.safetensors._slices import plan
+from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
+from nvmeio._safetensors.header import Layout, Tensor
+from nvmeio._safetensors.loading import Loading, Wanted, load, look_up, wanted
+from nvmeio._tensors.dtypes import BITS
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework, framework_of
+from nvmeio._tensors.slices import plan
 
 if TYPE_CHECKING:
     from typing_extensions import Self

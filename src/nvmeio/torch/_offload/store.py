@@ -21,7 +21,7 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
-from nvmeio.safetensors._writing import reserve
+from nvmeio._streams.writing import reserve
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.plan import (
     BUFFERS,

@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nvmeio.checkpoint._kinds import METADATA, what_is_in
+from nvmeio._files.kinds import METADATA, what_is_in
 
 __all__ = ["read_metadata", "shards_of"]
 

@@ -1,7 +1,6 @@
 """Read checkpoints of many ranks that are stored as model files (safetensors)."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -26,10 +25,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from nvmeio.checkpoint._kinds import what_is_in
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Torch
+from nvmeio._arguments.json_texts import parse_json
+from nvmeio._files.kinds import what_is_in
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._reading import Parts
 from nvmeio.torch.dcp._stored import Stored
 
@@ -204,7 +204,7 @@ def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError) as error:
         found = error
     if not isinstance(found, dict):

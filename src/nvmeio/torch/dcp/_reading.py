@@ -21,8 +21,8 @@ from torch.futures import Future
 from nvmeio._arguments.checks import flag
 from nvmeio._native.file import File
 from nvmeio._native.request import Request
+from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._slices import plan as runs_of
 from nvmeio.torch.dcp._metadata import read_metadata
 from nvmeio.torch.dcp._stored import (
     HEAD_BYTES,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.archives import begin_of, bytes_of
+from nvmeio._files.archives import begin_of, content_of
 
 __all__ = ["HEAD_BYTES", "LARGE_BYTES", "PAGE", "TAIL_BYTES", "Ends", "Stored", "stored_in"]
 
@@ -136,8 +136,8 @@ def stored_in(ends: Ends) -> Stored | None:
     try:
         with zipfile.ZipFile(ends) as archive:
             entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
-        said = _TensorUnpickler(io.BytesIO(bytes_of(ends, entries["data.pkl"]))).load()
-        if "byteorder" in entries and bytes_of(ends, entries["byteorder"]) != b"little":
+        said = _TensorUnpickler(io.BytesIO(content_of(ends, entries["data.pkl"]))).load()
+        if "byteorder" in entries and content_of(ends, entries["byteorder"]) != b"little":
             return None
         entry = entries[f"data/{said.key}"]
         begin = begin_of(ends, entry)

@@ -29,9 +29,9 @@ from torch.futures import Future
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._native.file import File
+from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.files import replace_file
-from nvmeio.safetensors._writing import Stages, reserve
 from nvmeio.torch._saving import saving_with
 from nvmeio.torch.dcp._metadata import shards_of
 from nvmeio.torch.dcp._stored import LARGE_BYTES, PAGE

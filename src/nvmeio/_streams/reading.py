@@ -7,17 +7,15 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import shown
 from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
+from nvmeio._streams.progress import Progress
 from nvmeio.default import default_handle
 
-__all__ = ["Progress", "Read", "Records", "abandon", "begin", "check_progress", "finish"]
-__all__ += ["max_gap", "place"]
+__all__ = ["Read", "Records", "abandon", "begin", "finish", "max_gap", "place"]
 
-Progress = Callable[[int, int], object]
 Made = TypeVar("Made")
 Integers = npt.NDArray[np.int64]
 
@@ -28,12 +26,6 @@ PAGE = 4096
 CHECKED_BYTES = 16 << 20
 # Runs shorter than this are read together with larger gaps between them.
 SHORT_BYTES = 2048
-
-
-def check_progress(progress: Progress | None) -> None:
-    """Raise TypeError if `progress` cannot be called."""
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {shown(progress)}; it must be callable, or None")
 
 
 class Records(NamedTuple):

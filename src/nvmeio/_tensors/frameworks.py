@@ -5,13 +5,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from nvmeio._native.region import FileMap, Region
-from nvmeio.safetensors._dtypes import (
+from nvmeio._tensors.dtypes import (
     framework_shape,
     numpy_dtype,
     torch_dtype,
     torch_module,
 )
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = ["Framework", "NumPy", "Torch", "framework_of"]
 

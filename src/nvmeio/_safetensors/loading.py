@@ -6,15 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nvmeio.default import default_handle
-from nvmeio.safetensors._dtypes import BITS
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Framework
-from nvmeio.safetensors._header import Tensor
-from nvmeio.safetensors._reading import (
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.header import Tensor
+from nvmeio._streams.progress import Progress
+from nvmeio._streams.reading import (
     CHUNK_BYTES,
-    Progress,
     Read,
     Records,
     abandon,
@@ -23,6 +19,10 @@ from nvmeio.safetensors._reading import (
     max_gap,
     place,
 )
+from nvmeio._tensors.dtypes import BITS
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework
+from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
 
