@@ -26,6 +26,7 @@ import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
+from nvmeio._streams import reading, writing
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -459,7 +460,7 @@ class TestDamage:
                 request.wait()
                 return request
 
-        monkeypatch.setattr(_restoring, "default_handle", Handle)
+        monkeypatch.setattr(reading, "default_handle", Handle)
         monkeypatch.setattr(_restoring, "BLOCK_BYTES", 1 << 16)
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state_of(1))
@@ -548,6 +549,9 @@ class TestAsync:
                 if end == "fails":
                     raise OSError(errno.EIO, "broken")
 
+            def cancel(self):
+                pass
+
             def exception(self):
                 waited.append(self.offset)
 
@@ -555,10 +559,10 @@ class TestAsync:
             if end == "cancelled":
                 raise CancelledError
 
-        image = np.zeros(3 * _saving.BLOCK_BYTES, np.uint8)
+        image = np.zeros(3 * writing.BLOCK_BYTES, np.uint8)
         with pytest.raises(CancelledError if end == "cancelled" else OSError):
-            _saving._write_image(Handle(), None, image, seen)
-        places = range(0, len(image), _saving.BLOCK_BYTES)
+            writing.write_image(Handle(), None, image, seen)
+        places = range(0, len(image), writing.BLOCK_BYTES)
         assert {*waited} == {*places[: 1 if end == "cancelled" else 3]}
 
     def test_a_second_save_waits_is_skipped_or_raises(self, root, slow):

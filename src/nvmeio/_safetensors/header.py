@@ -20,7 +20,7 @@ __all__ = [
     "ALIGNMENTS",
     "HEADER_BYTES_MAX",
     "LENGTH_BYTES",
-    "Layout",
+    "FileLayout",
     "RefusedError",
     "SafetensorError",
     "Tensor",
@@ -56,13 +56,13 @@ class Tensor(NamedTuple):
     name: str
     dtype: str  # as the header has it, a key of `_dtypes.BITS`
     shape: tuple[int, ...]  # as the header has it
-    # The range of its bytes, relative to `Layout.data_start`.
+    # The range of its bytes, relative to `FileLayout.data_start`.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The contents of a header."""
 
     # In the order of the file.  Empty tensors at the same offset keep the order of the
@@ -100,7 +100,7 @@ def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> i
 
 def parse(
     header: bytes | bytearray | memoryview, file_bytes: int, *, context: str = _READING
-) -> Layout:
+) -> FileLayout:
     """Return the layout that a header describes; raise SafetensorError if it is invalid.
 
     In a layout, every byte after the header belongs to exactly one tensor, and every tensor
@@ -123,7 +123,7 @@ def parse(
     except RefusedError as error:
         raise SafetensorError(f"{context}: {error}") from None
     by_name = {tensor[0]: tensor for tensor in tensors}
-    return Layout(tuple(tensors), by_name, metadata, data_start, data_bytes)
+    return FileLayout(tuple(tensors), by_name, metadata, data_start, data_bytes)
 
 
 def _decoded(header: bytes) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def build(
     metadata: Mapping[str, str] | None = None,
     *,
     align: int = 8,
-) -> tuple[bytes, Layout]:
+) -> tuple[bytes, FileLayout]:
     """Return the header of a file, with its length, and the layout of its tensors.
 
     `tensors` are tuples of name, dtype and shape.  With `align` 8 the header has the bytes
@@ -274,7 +274,7 @@ def build(
         raise SafetensorError(f"Error while serializing: {error}") from None
     header = length.to_bytes(LENGTH_BYTES, "little") + content.ljust(length)
     data_bytes = placed[-1].end if placed else 0
-    return header, Layout(tuple(placed), by_name, kept, start, data_bytes)
+    return header, FileLayout(tuple(placed), by_name, kept, start, data_bytes)
 
 
 def _placed(tensors: Iterable[tuple[str, str, Sequence[int]]], align: int) -> list[Tensor]:

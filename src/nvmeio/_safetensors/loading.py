@@ -8,12 +8,12 @@ import numpy as np
 
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.header import Tensor
+from nvmeio._streams.pending import abandon
 from nvmeio._streams.progress import Progress
 from nvmeio._streams.reading import (
     CHUNK_BYTES,
     Read,
     Records,
-    abandon,
     begin,
     finish,
     max_gap,
@@ -211,7 +211,7 @@ class Loading:
             for read in self.memory.reads if self.memory.full else ():
                 self.begun.append(read)
         except BaseException:
-            abandon(self.begun)
+            abandon([each.request for each in self.begun])
             raise
 
     def take(self, key: Any) -> Any:
@@ -229,7 +229,7 @@ class Loading:
         """Cancel all reads and wait for them; complete tensors can still be taken."""
         with self.lock:
             self.abandoned = True
-            abandon(self.begun)
+            abandon([each.request for each in self.begun])
 
 
 def _records(

@@ -3,22 +3,17 @@
 import errno
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
-from nvmeio._native.region import Region
-from nvmeio._native.request import Request
+from nvmeio._streams.pending import Bytes, Pending, memory
 from nvmeio._streams.progress import Progress
-from nvmeio.memory import empty
 
-__all__ = ["Bytes", "Seen", "Stages", "named", "reserve", "write"]
+__all__ = ["Bytes", "Seen", "Stages", "named", "reserve", "write", "write_image"]
 
-Bytes = npt.NDArray[np.uint8]
 # Called with the bytes of a file in order, while they are in the CPU's cache.
 Seen = Callable[[Bytes], object]
 
@@ -27,6 +22,9 @@ Seen = Callable[[Bytes], object]
 # 0.9 times the speed.
 STAGE_BYTES = 1 << 20
 STAGES = 32
+# The blocks of an image, and how many bytes of it are in flight.
+BLOCK_BYTES = 8 << 20
+IMAGE_BYTES = 4 * BLOCK_BYTES
 
 
 def reserve(file: File, nbytes: int, path: str) -> None:
@@ -70,8 +68,9 @@ class Stages:
     ) -> None:
         self.written = 0  # bytes passed to put()
         self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
-        self._memory = _stages()
-        self._requests: list[Request | None] = [None] * STAGES
+        self._memory = np.split(memory(STAGES * STAGE_BYTES), STAGES)
+        # One less than all, so that the next one to fill is free.
+        self._pending = Pending((STAGES - 1) * STAGE_BYTES)
         self._turn = self._used = 0
 
     def put(self, part: Bytes) -> None:
@@ -91,11 +90,9 @@ class Stages:
     def _send(self) -> None:
         view = self._memory[self._turn][: self._used]
         begin = self.written - self._used
-        self._requests[self._turn] = self._handle.submit_write(view, self._file, begin)
+        request = self._handle.submit_write(view, self._file, begin)
+        self._pending.add(request, self._used)
         self._used, self._turn = 0, (self._turn + 1) % STAGES
-        request, self._requests[self._turn] = self._requests[self._turn], None
-        if request is not None:
-            request.wait()
         if self._sent is not None:
             self._sent(self.written)
 
@@ -103,28 +100,13 @@ class Stages:
         """Write the last stage, and wait for all writes."""
         if self._used:
             self._send()
-        for request in self._requests:
-            if request is not None:
-                request.wait()
+        self._pending.finish()
 
     def __enter__(self) -> "Stages":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for request in self._requests:
-            if request is not None:
-                request.exception()
-
-
-def _stages() -> list[Bytes]:
-    """Return memory for the stages: from the pool, or new if the pool is exhausted."""
-    nbytes = STAGES * STAGE_BYTES
-    try:
-        return np.split(empty(nbytes, np.uint8), STAGES)
-    except MemoryError:
-        region: Any = Region(nbytes)
-        region.populate(0, nbytes)
-        return np.split(np.frombuffer(region, np.uint8), STAGES)
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        self._pending.__exit__(kind, error, where)
 
 
 def write(
@@ -135,7 +117,7 @@ def write(
     progress: Progress | None = None,
     seen: Seen | None = None,
 ) -> None:
-    """Write parts to a file, one after the other."""
+    """Write parts to a file, one after the other, of which each may be new memory."""
     sent = None if progress is None else lambda written: progress(written, total)
     with Stages(handle, file, seen=seen, sent=sent) as stages:
         for part in parts:
@@ -143,3 +125,12 @@ def write(
             # Free it before the next one is read or copied.
             del part
         stages.finish()
+
+
+def write_image(handle: Handle, file: File, image: Bytes, seen: Seen) -> None:
+    """Write memory as a file, without copies, and see each block while it is written."""
+    with Pending(IMAGE_BYTES) as pending:
+        for low in range(0, len(image), BLOCK_BYTES):
+            block = image[low : low + BLOCK_BYTES]
+            pending.add(handle.submit_write(block, file, low), len(block))
+            seen(block)

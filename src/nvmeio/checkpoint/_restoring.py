@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.header import Tensor
 from nvmeio._safetensors.loading import Wanted, load
 from nvmeio._streams.progress import Progress
+from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import bytes_of
@@ -33,8 +34,6 @@ from nvmeio.checkpoint._manifest import (
 )
 from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
 from nvmeio.checkpoint._tree import decode, path_of, plain
-from nvmeio.default import default_handle
-from nvmeio.memory import empty
 
 __all__ = ["Held", "MovedError"]
 
@@ -49,7 +48,7 @@ class Held:
         try:
             self._open_folder()
             self._lock()
-            self.manifest = read_manifest(folder, step, self._opened)
+            self.manifest = read_manifest(folder, step, self._open_regular)
         except BaseException as error:
             moved = not self.is_there()
             self.close()
@@ -69,12 +68,12 @@ class Held:
             ) from None
 
     def _lock(self) -> None:
-        self._held = self._opened(os.path.join(self.folder, MANIFEST))
+        self._held = self._open_regular(os.path.join(self.folder, MANIFEST))
         # Pruning tests this lock, and leaves the step alone if it is held.
         with contextlib.suppress(OSError):
             fcntl.flock(self._held.number, fcntl.LOCK_SH)
 
-    def _opened(self, path: str) -> Descriptor:
+    def _open_regular(self, path: str) -> Descriptor:
         """Open a regular file; raise CheckpointError for anything else."""
         try:
             file = opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -119,7 +118,7 @@ class Held:
 
     def tree(self) -> dict[str, Any]:
         """Return the contents of tree.json; its state and metadata are not checked yet."""
-        said = read_json(self.folder, TREE, self._opened, self.manifest)
+        said = read_json(self.folder, TREE, self._open_regular, self.manifest)
         path = os.path.join(self.folder, TREE)
         if (
             not isinstance(said, dict)
@@ -170,10 +169,11 @@ class Held:
     def _verify_file(self, name: str, read: Callable[[int], object] | None = None) -> None:
         path, record = os.path.join(self.folder, name), self.manifest.files[name]
         seen = Checksums(self.manifest.block_bytes)
-        for block in _blocks(path, record.nbytes):
-            seen(block)
-            if read is not None:
-                read(len(block))
+        with File(path) as file:
+            for block in in_pieces(file, record.nbytes, BLOCK_BYTES, 4):
+                seen(block)
+                if read is not None:
+                    read(len(block))
         require_same(path, seen, record)
 
     def _verify_read(self, file: ModelFile, tensors: dict[str, Any]) -> None:
@@ -362,30 +362,3 @@ def _delivered(value: Any, target: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return an array as it is, or a tensor detached from autograd."""
     return value if isinstance(value, np.ndarray) else value.detach()
-
-
-def _blocks(path: str, nbytes: int) -> Iterator[Any]:
-    """Yield the bytes of a file block by block, while the next blocks are being read."""
-    size, count = BLOCK_BYTES, 4
-    stages = [empty(min(size, max(nbytes, 1)), np.uint8) for _ in range(count)]
-    handle = default_handle()
-    requests: list[Any] = []
-    with File(path) as file:
-        places = range(0, nbytes, size)
-
-        def begin(index: int) -> None:
-            low = places[index]
-            view = stages[index % count][: min(size, nbytes - low)]
-            requests.append(handle.submit_read(view, file, low))
-
-        try:
-            for index in range(min(count, len(places))):
-                begin(index)
-            for index, low in enumerate(places):
-                requests[index].wait()
-                yield stages[index % count][: min(size, nbytes - low)]
-                if index + count < len(places):
-                    begin(index + count)
-        finally:
-            for request in requests:
-                request.exception()

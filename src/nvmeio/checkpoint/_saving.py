@@ -15,12 +15,10 @@ from nvmeio._memory.available import require_available
 from nvmeio._memory.deferred import Deferred
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
-from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
-from nvmeio._native.request import Request
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.writing import parts_of
-from nvmeio._streams.writing import Bytes, reserve, write
+from nvmeio._streams.writing import Bytes, reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio.checkpoint._folders import Unfinished
 from nvmeio.checkpoint._manifest import (
@@ -39,9 +37,6 @@ from nvmeio.default import default_handle
 __all__ = ["Plan", "Staging"]
 
 Check = Callable[[], bool]
-
-# How many blocks of a staged state are written at once.
-IN_FLIGHT = 4
 
 
 class Plan:
@@ -117,7 +112,7 @@ class Plan:
                     parts = parts_of(self.header, [contents(each) for each in self.stored])
                     write(handle, file, parts, self.total, None, seen_or_stopped)
                 else:
-                    _write_image(handle, file, self.image, seen_or_stopped)
+                    write_image(handle, file, self.image, seen_or_stopped)
                 handle.fsync(file)
                 # If this fails, bytes may be missing.
                 file.close()
@@ -133,26 +128,6 @@ class Plan:
         seen = Checksums()
         seen(text)
         return Record(len(text), seen.sums())
-
-
-def _write_image(
-    handle: Handle, file: File, image: Bytes, seen: Callable[[Bytes], object]
-) -> None:
-    """Write an image of the file, and pass each block to `seen` while it is written."""
-    requests: list[Request] = []
-    try:
-        for low in range(0, len(image), BLOCK_BYTES):
-            block = image[low : low + BLOCK_BYTES]
-            if len(requests) >= IN_FLIGHT:
-                requests[len(requests) - IN_FLIGHT].wait()
-            requests.append(handle.submit_write(block, file, low))
-            seen(block)
-        for request in requests:
-            request.wait()
-    finally:
-        # Also after an error, because the next save uses this memory again.
-        for request in requests:
-            request.exception()
 
 
 def _copy(stored: Stored, target: Bytes) -> None:

@@ -148,7 +148,7 @@ def load_sharded(
         # They are not all open at once, so check all of them before any is read.
         total = 0
         for path in paths:
-            with _opened(path, direct) as file:
+            with _file_at(path, direct) as file:
                 total += sum(each.nbytes for each in choose(path, file))
     found: dict[str, Any] = {}
     before, report = 0, progress
@@ -156,7 +156,7 @@ def load_sharded(
         with ExitStack() as stack:
             chosen = []
             for path in paths[low : low + FILES_MAX]:
-                chosen += choose(path, stack.enter_context(_opened(path, direct, mapped)))
+                chosen += choose(path, stack.enter_context(_file_at(path, direct, mapped)))
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:
@@ -168,7 +168,7 @@ def load_sharded(
 
 
 @contextlib.contextmanager
-def _opened(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
+def _file_at(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
     with _naming(path):
         file = ModelFile(path, direct, mapped)
     try:
@@ -211,7 +211,7 @@ def _places(path: str) -> dict[str, str]:
 
 def _only(path: str) -> dict[str, str]:
     """Return the path of each tensor of a model in a single file."""
-    with _opened(path, False) as file:
+    with _file_at(path, False) as file:
         return dict.fromkeys(file.layout.by_name, path)
 
 

@@ -21,9 +21,9 @@ from nvmeio.torch._offload.kinds import (
 )
 from nvmeio.torch._offload.plan import (
     Budget,
-    Layout,
     Piece,
     Segment,
+    StateLayout,
     Window,
     flat,
     is_ordered_as,
@@ -417,7 +417,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 continue
             self._require_place(piece, name, value.nbytes == piece.state_bytes)
             stride = torch.empty_like(value, device="meta").stride()
-            layout = Layout(value.dtype, value.shape, stride)
+            layout = StateLayout(value.dtype, value.shape, stride)
             target = view(piece, name, layout)
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)

@@ -33,8 +33,8 @@ from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.files import replace_file
 from nvmeio.torch._saving import saving_with
+from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE
 from nvmeio.torch.dcp._metadata import shards_of
-from nvmeio.torch.dcp._stored import LARGE_BYTES, PAGE
 
 __all__ = ["FileSystemWriter", "remove_unneeded"]
 
