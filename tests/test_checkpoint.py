@@ -465,6 +465,8 @@ class TestDamage:
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state_of(1))
             checkpointer.verify(1)
+            with pytest.raises(TypeError, match="progress is 5"):
+                checkpointer.verify(1, progress=5)
 
 
 class TestAsync:

@@ -16,6 +16,7 @@ import safetensors.torch
 
 import nvmeio
 import nvmeio.safetensors.numpy
+import nvmeio.safetensors.torch
 from children import Child, need_strace, run_with_faults
 from helpers import ENGINES, MIB, PAGE
 from model_samples import bits_of_all, torch
@@ -304,6 +305,20 @@ class TestInterrupted:
         assert holds(old, OLD)
         assert os.listdir(old.parent) == ["model"]
         assert nvmeio.default_handle().pending == 0
+
+    def test_a_tensor_of_another_size_than_it_says_leaves_the_old_file(self, old):
+        """Its bytes would shift those of the others."""
+
+        class Half(torch.Tensor):
+            dtype = torch.float16
+
+        tensors = {"a": torch.ones(5).as_subclass(Half), "b": torch.ones(5)}
+        with pytest.raises(ValueError, match="'a' has 20 bytes, but said to be F16"):
+            nvmeio.safetensors.torch.save_file(tensors, old)
+        assert holds(old, OLD)
+        assert os.listdir(old.parent) == ["model"]
+        with pytest.raises(ValueError, match="'a' has 20 bytes, but said to be F16"):
+            nvmeio.safetensors.torch.save(tensors)
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_killed_process_leaves_only_the_old_file(self, old, engine):

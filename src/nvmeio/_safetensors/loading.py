@@ -22,6 +22,7 @@ from nvmeio._streams.reading import (
 from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
+from nvmeio._tensors.sharing import place_of, sharing
 from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
@@ -269,7 +270,6 @@ def _into(
     """Read into the caller's tensors, or into new ones on a device."""
     files = list({each.file: None for each in chosen})
     made = {}
-    taken: dict[int, Any] = {}
     for each in chosen:
         if out is None:
             made[each.key] = framework.empty(each.dtype, each.shape)
@@ -278,14 +278,13 @@ def _into(
             raise ValueError(f"out lacks the tensor {each.key!r}")
         target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
         made[each.key] = target
-        if each.nbytes:
-            address = framework.address(target)
-            other = taken.setdefault(address, each.key)
-            if other != each.key:
-                raise ValueError(
-                    f"out[{each.key!r}] and out[{other!r}] share memory; each tensor needs "
-                    "its own"
-                )
+    if out is not None:
+        targets = [place_of(made[each.key], each.key) for each in chosen if each.nbytes]
+        for one, other, *_ in (found for found in sharing(targets) if len(found) > 1):
+            raise ValueError(
+                f"out[{other.leaf!r}] and out[{one.leaf!r}] share memory; each tensor "
+                "needs its own"
+            )
     handle = default_handle()
     full = [each for each in chosen if each.nbytes]
     whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}

@@ -12,13 +12,13 @@ import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._files.paths import naming, resolved, synced_folder
-from nvmeio._safetensors.header import build
+from nvmeio._safetensors.header import FileLayout, Tensor, build
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.writing import Bytes, named, reserve, write
 from nvmeio.default import default_handle
 from nvmeio.files import file_in_place_of
 
-__all__ = ["Source", "pack", "parts_of", "replacing_links", "save", "saving"]
+__all__ = ["Source", "check_size", "pack", "parts_of", "replacing_links", "save", "saving"]
 
 
 class Source(NamedTuple):
@@ -34,13 +34,11 @@ def pack(sources: Sequence[Source], metadata: Mapping[str, str] | None) -> bytes
     """Return the bytes of a file with these tensors."""
     header, layout = build(((s.name, s.dtype, s.shape) for s in sources), metadata)
     packed = bytearray(len(header) + layout.data_bytes)
-    packed[: len(header)] = header
-    target = np.frombuffer(packed, np.uint8)
+    target, low = np.frombuffer(packed, np.uint8), 0
     contents = {source.name: source.contents for source in sources}
-    for tensor in layout.tensors:
-        low, high = layout.data_start + tensor.begin, layout.data_start + tensor.end
-        if high > low:
-            target[low:high] = contents[tensor.name]()
+    for part in parts_of(header, layout, contents):
+        target[low : low + len(part)] = part
+        low += len(part)
     return bytes(packed)
 
 
@@ -79,7 +77,7 @@ def saving(
     contents = {source.name: source.contents for source in sources}
     total = layout.data_start + layout.data_bytes
     path = cast("str", path_of(filename))
-    parts = parts_of(header, [contents[t.name] for t in layout.tensors if t.end > t.begin])
+    parts = parts_of(header, layout, contents)
     follow = not _replaces_links.get()
     with naming(path):
         target = resolved(path, follow=follow)
@@ -128,8 +126,31 @@ def refuse_kinds(target: str) -> None:
             raise OSError(errno.EINVAL, "not a regular file, so it is not replaced", target)
 
 
-def parts_of(header: bytes, contents: Sequence[Callable[[], Bytes]]) -> Iterator[Bytes]:
-    """Yield the bytes of a file from its beginning: the header, then each tensor."""
+def parts_of(
+    header: bytes, layout: FileLayout, contents: Mapping[str, Callable[[], Bytes]]
+) -> Iterator[Bytes]:
+    """Yield the bytes of a file from its beginning: the header, then each tensor.
+
+    Raise ValueError for a tensor with other than the bytes that the header promises, which
+    would shift all that follow.
+    """
     yield np.frombuffer(header, np.uint8)
-    for each in contents:
-        yield each()
+    for tensor in layout.tensors:
+        if tensor.end > tensor.begin:
+            # Without a name, which would keep it in memory while the next one is made.
+            yield _checked(contents[tensor.name](), tensor)
+
+
+def _checked(part: Bytes, tensor: Tensor) -> Bytes:
+    check_size(part.nbytes, tensor)
+    return part
+
+
+def check_size(nbytes: int, tensor: Tensor) -> None:
+    """Raise ValueError if a tensor has other than the bytes that the header promises."""
+    promised = tensor.end - tensor.begin
+    if nbytes != promised:
+        raise ValueError(
+            f"the tensor {tensor.name!r} has {nbytes} bytes, but said to be {tensor.dtype} "
+            f"of shape {list(tensor.shape)}, which has {promised}"
+        )

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import numpy.typing as npt
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
 from nvmeio.memory import empty
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Bytes", "Pending", "abandon", "memory"]
 
@@ -59,7 +62,7 @@ class Pending:
         while self._requests:
             self.wait()
 
-    def __enter__(self) -> "Pending":
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, kind: object, error: object, where: object) -> None:

@@ -51,11 +51,10 @@ def named(error: OSError, file: File, nbytes: int, path: str) -> OSError:
     return OSError(error.errno, words, path)
 
 
-class Stages:
+class Stages(Pending):
     """Writes a file from its beginning through stages, buffers that are reused.
 
-    ``put`` copies bytes into a stage while other stages are being written.  As a context
-    manager it waits at the end, so that no write uses the memory after it is freed.
+    ``put`` copies bytes into a stage while other stages are being written.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Stages:
         seen: Seen | None = None,
         sent: Callable[[int], object] | None = None,
     ) -> None:
+        # One less than all, so that the next one to fill is free.
+        super().__init__((STAGES - 1) * STAGE_BYTES)
         self.written = 0  # bytes passed to put()
         self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
         self._memory = np.split(memory(STAGES * STAGE_BYTES), STAGES)
-        # One less than all, so that the next one to fill is free.
-        self._pending = Pending((STAGES - 1) * STAGE_BYTES)
         self._turn = self._used = 0
 
     def put(self, part: Bytes) -> None:
@@ -91,7 +90,7 @@ class Stages:
         view = self._memory[self._turn][: self._used]
         begin = self.written - self._used
         request = self._handle.submit_write(view, self._file, begin)
-        self._pending.add(request, self._used)
+        self.add(request, self._used)
         self._used, self._turn = 0, (self._turn + 1) % STAGES
         if self._sent is not None:
             self._sent(self.written)
@@ -100,13 +99,7 @@ class Stages:
         """Write the last stage, and wait for all writes."""
         if self._used:
             self._send()
-        self._pending.finish()
-
-    def __enter__(self) -> "Stages":
-        return self
-
-    def __exit__(self, kind: object, error: object, where: object) -> None:
-        self._pending.__exit__(kind, error, where)
+        super().finish()
 
 
 def write(
@@ -124,7 +117,6 @@ def write(
             stages.put(part)
             # Free it before the next one is read or copied.
             del part
-        stages.finish()
 
 
 def write_image(handle: Handle, file: File, image: Bytes, seen: Seen) -> None:

@@ -19,7 +19,7 @@ from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
-from nvmeio._streams.progress import Progress
+from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import (
     GoneError,
@@ -455,8 +455,9 @@ class Checkpointer:
         KeyError
             The checkpoint has nothing under one of the `names`.
         TypeError, ValueError
-            `into` lacks an entry, or has one of another type, dtype or shape.  The message
-            has its path; nothing was changed.
+            `into` lacks an entry, or has one of another type, dtype or shape, or two that
+            share memory otherwise than in the checkpoint.  The message has the path;
+            nothing was changed.
         OSError
             The files cannot be read.
         MemoryError
@@ -596,6 +597,7 @@ class Checkpointer:
             held.verify(progress)
             held.metadata()
 
+        check_progress(progress)
         step = step_of(step)
         try:
             self._steps.read_here(step, read)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
@@ -20,12 +19,12 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute
 from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
+from nvmeio._streams.pending import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
 __all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "short_name", "unfinished"]
 
-Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 4 << 20
 # The part of a name that is kept in its temporary name, which has at most 255 bytes.

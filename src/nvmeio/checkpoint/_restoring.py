@@ -22,6 +22,7 @@ from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.sharing import Place, place_of, sharing, start_of
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -221,7 +222,10 @@ class Held:
                 raise CheckpointError(
                     f"{os.path.join(self.folder, TREE)} is damaged: {error}"
                 ) from None
-            targets = None if into is None else _matched(skeleton, into, ())
+            targets = None
+            if into is not None:
+                targets = _matched(skeleton, into, ())
+                _check_apart(parts.found, targets)
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)
@@ -270,6 +274,28 @@ def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
             f"has a {type(skeleton).__qualname__}"
         )
     return found
+
+
+def _check_apart(parts: list[Part], targets: dict[Any, Any]) -> None:
+    """Raise ValueError for targets that share memory, unless their parts share it alike.
+
+    Else each would be filled with a mixture of both.
+    """
+    places = [place_of(targets[part.path], part) for part in parts]
+    for group in sharing([place for place in places if place.low < place.high]):
+        apart = {(each.leaf.stored.name, _base_of(each)): each for each in group}
+        if len(apart) > 1:
+            one, other, *_ = (path_of(each.leaf.path) for each in apart.values())
+            raise ValueError(
+                f"into: {one} and {other} share memory, but not in the checkpoint; each "
+                "needs its own"
+            )
+
+
+def _base_of(place: Place) -> int:
+    """Return where the stored tensor of a part would begin."""
+    view = place.leaf.view
+    return start_of(place.value) - (0 if view is None else view.offset)
 
 
 def _has_parts(skeleton: Any) -> bool:

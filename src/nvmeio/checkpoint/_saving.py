@@ -1,5 +1,6 @@
 """Plan, write and sync the files of a checkpoint."""
 
+import functools
 import json
 import os
 import time
@@ -16,10 +17,11 @@ from nvmeio._memory.deferred import Deferred
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.region import Region
-from nvmeio._safetensors.header import build
-from nvmeio._safetensors.writing import parts_of
+from nvmeio._safetensors.header import Tensor, build
+from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.writing import Bytes, reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.checkpoint._folders import Unfinished
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -30,7 +32,7 @@ from nvmeio.checkpoint._manifest import (
     Manifest,
     Record,
 )
-from nvmeio.checkpoint._stored import Stored, contents, store
+from nvmeio.checkpoint._stored import Stored, store
 from nvmeio.checkpoint._tree import encode, path_of
 from nvmeio.default import default_handle
 
@@ -60,10 +62,7 @@ class Plan:
         tensors = [(each.name, each.dtype, each.shape) for each in stored]
         # On page boundaries, so that tensors of whole pages need no copies of their ends.
         self.header, self.layout = build(tensors, {"format": "pt"}, align=4096)
-        by_name = {each.name: each for each in stored}
-        self.stored: list[Stored] = [
-            by_name[each.name] for each in self.layout.tensors if each.end > each.begin
-        ]
+        self.stored: dict[str, Stored] = {each.name: each for each in stored}
         self.total = self.layout.data_start + self.layout.data_bytes
         text = {"format": FORMAT, "step": step, "metadata": said, "state": tree}
         self.tree = json.dumps(text, allow_nan=False).encode() + b"\n"
@@ -75,13 +74,13 @@ class Plan:
     def stage(self, staging: "Staging") -> None:
         """Copy the state into an image of the file, so that the caller may change it."""
         image = staging.memory(self.total)
-        begins = [each.begin for each in self.layout.tensors if each.end > each.begin]
         image[: len(self.header)] = np.frombuffer(self.header, np.uint8)
-        for stored, begin in zip(self.stored, begins, strict=True):
-            low = self.layout.data_start + begin
-            _copy(stored, image[low:])
+        data = image[self.layout.data_start :]
+        for each in self.layout.tensors:
+            if each.end > each.begin:
+                _copy(self.stored[each.name].value, data[each.begin : each.end], each)
         self.image = image
-        self.stored, self.state = [], None
+        self.stored, self.state = {}, None
 
     def write(
         self, folder: Unfinished, stopped: Check, copied: Callable[[], object]
@@ -109,7 +108,11 @@ class Plan:
             file.truncate(self.total)
             with naming(folder.target):
                 if self.image is None:
-                    parts = parts_of(self.header, [contents(each) for each in self.stored])
+                    contents = {
+                        name: functools.partial(bytes_of, each.value)
+                        for name, each in self.stored.items()
+                    }
+                    parts = parts_of(self.header, self.layout, contents)
                     write(handle, file, parts, self.total, None, seen_or_stopped)
                 else:
                     write_image(handle, file, self.image, seen_or_stopped)
@@ -130,12 +133,11 @@ class Plan:
         return Record(len(text), seen.sums())
 
 
-def _copy(stored: Stored, target: Bytes) -> None:
+def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:
     """Copy the bytes of a tensor or an array, in C order."""
-    value = stored.value
     if isinstance(value, Deferred):
         value = value.load()
-    target = target[: value.nbytes]
+    check_size(value.nbytes, tensor)
     if not isinstance(value, np.ndarray):
         torch = torch_module()
         value = value.detach()

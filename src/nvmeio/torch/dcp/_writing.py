@@ -160,7 +160,6 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                     # field.
                     info = filesystem._StorageInfo(name, begin, length, descriptors or None)
                     results.append(WriteResult(item.index, length, info))
-                stages.finish()
             cut(file, stages.written)
             if self.sync_files:
                 default_handle().fsync(file)
