@@ -28,12 +28,13 @@ from helpers import plugged
 from mounts import SIZES_MIN, Filler
 from nvmeio._publish.folders import Unfinished, remove_unfinished
 from nvmeio._publish.names import temporary_name
+from nvmeio._streams import reading, writing
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
-    _checkpointer,
     _restoring,
     _saving,
+    _steps,
 )
 from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
@@ -460,11 +461,13 @@ class TestDamage:
                 request.wait()
                 return request
 
-        monkeypatch.setattr(_restoring, "default_handle", Handle)
+        monkeypatch.setattr(reading, "default_handle", Handle)
         monkeypatch.setattr(_restoring, "BLOCK_BYTES", 1 << 16)
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state_of(1))
             checkpointer.verify(1)
+            with pytest.raises(TypeError, match="progress is 5"):
+                checkpointer.verify(1, progress=5)
 
 
 class TestAsync:
@@ -549,6 +552,9 @@ class TestAsync:
                 if end == "fails":
                     raise OSError(errno.EIO, "broken")
 
+            def cancel(self):
+                pass
+
             def exception(self):
                 waited.append(self.offset)
 
@@ -556,10 +562,10 @@ class TestAsync:
             if end == "cancelled":
                 raise CancelledError
 
-        image = np.zeros(3 * _saving.BLOCK_BYTES, np.uint8)
+        image = np.zeros(3 * writing.BLOCK_BYTES, np.uint8)
         with pytest.raises(CancelledError if end == "cancelled" else OSError):
-            _saving._write_image(Handle(), None, image, seen)
-        places = range(0, len(image), _saving.BLOCK_BYTES)
+            writing.write_image(Handle(), None, image, seen)
+        places = range(0, len(image), writing.BLOCK_BYTES)
         assert {*waited} == {*places[: 1 if end == "cancelled" else 3]}
 
     def test_a_second_save_waits_is_skipped_or_raises(self, root, slow):
@@ -811,15 +817,15 @@ class TestSequence:
                 ("latest", "steps", "restore", "metadata"), start=2
             ):
                 reader = Checkpointer(root)
-                listed = reader._newest_first
+                listed = reader._steps.newest_first
 
                 def list_late(listed=listed, reader=reader, step=step):
                     found = listed()
-                    reader._newest_first = listed
+                    reader._steps.newest_first = listed
                     writer.save(step, step, {"step": step})
                     return found
 
-                reader._newest_first = list_late
+                reader._steps.newest_first = list_late
                 expected = {"steps": [step], "metadata": {"step": step}}.get(look, step)
                 assert getattr(reader, look)() == expected
 
@@ -841,7 +847,7 @@ class TestSequence:
             checkpointer.save(1, 1)
             broken = OSError(errno.EIO, "broken")
             monkeypatch.setattr(
-                _checkpointer, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
+                _steps, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
             )
             checkpointer.save(2, 2)
             assert "older checkpoints were not removed: [Errno 5] broken" in caplog.text
@@ -1028,7 +1034,7 @@ class TestLocks:
     def test_a_step_that_is_being_removed_is_not_read(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
-            set_aside, held = _checkpointer.set_aside, []
+            set_aside, held = _steps.set_aside, []
 
             def set_aside_late(folder):
                 path = os.path.join(folder, "manifest.json")
@@ -1037,7 +1043,7 @@ class TestLocks:
                 held.append(folder)
                 set_aside(folder)
 
-            monkeypatch.setattr(_checkpointer, "set_aside", set_aside_late)
+            monkeypatch.setattr(_steps, "set_aside", set_aside_late)
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from model_samples import TORCH_DTYPES, filled
+from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._tree import DEPTH_MAX
 
@@ -293,14 +294,14 @@ def test_restore_computes_checksums_of_the_bytes_it_reads(checkpointer, monkeypa
     for options in ({}, {"into": state}):
         assert same(checkpointer.restore(1, **options), state)
         assert read == []
-    # Two tensors restored into the same memory are no damage of the file; the error says
-    # so.
+    # Two tensors restored into the same memory would look like damage of the file.
     both = torch.zeros(1000)
     into = state | {"whole": both, "half": both[:500], "tied": [both], "turned": both}
     with pytest.raises(ValueError, match="turned"):
         checkpointer.restore(1, into=into)
     into["turned"] = both[: 30 * 40 // 2].repeat(2).view(40, 30)
-    checkpointer.restore(1, into=into)
+    with pytest.raises(ValueError, match="share memory"):
+        checkpointer.restore(1, into=into)
 
 
 def test_names_in_the_file_are_paths(checkpointer):
@@ -454,6 +455,40 @@ def test_metadata(checkpointer):
 
 class TestInto:
     """restore(into=) fills existing tensors."""
+
+    @pytest.mark.parametrize("begin", [0, 2])
+    def test_targets_that_overlap_are_refused(self, checkpointer, begin):
+        """Each would be filled with a mixture of both."""
+        checkpointer.save(1, {"a": torch.ones(4), "b": torch.zeros(4), "c": np.arange(4)})
+        memory, array = torch.full((8,), 7.0), np.full(4, 7)
+        into = {"a": memory[:4], "b": memory[begin : begin + 4], "c": array}
+        with pytest.raises(ValueError, match=r"state\['a'\] and state\['b'\] share memory"):
+            checkpointer.restore(1, into=into)
+        assert memory.eq(7).all()
+        assert (array == 7).all()
+
+    def test_targets_may_share_memory_as_in_the_checkpoint(self, checkpointer):
+        memory = torch.arange(8.0)
+        state = {"a": memory[:5], "b": memory[3:], "c": memory[:5]}
+        checkpointer.save(1, state)
+        other = torch.zeros(8)
+        into = {"a": other[:5], "b": other[3:], "c": other[:5]}
+        checkpointer.restore(1, into=into)
+        assert torch.equal(other, memory)
+        into["b"] = other[2:7]
+        with pytest.raises(ValueError, match="share memory, but not in the checkpoint"):
+            checkpointer.restore(1, into=into)
+
+    @pytest.mark.parametrize("stage", [False, True])
+    def test_a_tensor_of_another_size_than_it_says_is_not_saved(self, checkpointer, stage):
+        class State(DeferredState):
+            def _tree(self):
+                return {"a": Deferred(torch.float32, (4,), 16, lambda: torch.ones(8))}
+
+        state = {"deferred": State(), "last": np.arange(4)}
+        with pytest.raises(ValueError, match="has 32 bytes, but said to be F32 of shape"):
+            checkpointer.save_async(1, state, stage=stage).result()
+        assert checkpointer.steps() == []
 
     STATE = {  # noqa: RUF012
         "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)},

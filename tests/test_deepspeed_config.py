@@ -152,7 +152,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
-            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "duplicate keys: queue"),
+            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "'queue_depth' comes twice"),
             ("[1, 2]", "is not a JSON object"),
             (" \n", "json cannot be used: it is empty"),
             (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),

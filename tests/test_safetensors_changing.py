@@ -13,7 +13,9 @@ import nvmeio.safetensors.numpy
 from helpers import MIB, drop, need_direct
 from model_samples import bits_of_all, in_flight
 from nvmeio._native.region import FileMap
-from nvmeio.safetensors import SafetensorError, _file, _reading, load_sharded, safe_open
+from nvmeio._safetensors import file as _file
+from nvmeio._streams import reading
+from nvmeio.safetensors import SafetensorError, load_sharded, safe_open
 
 SIZE = 10 * MIB
 CHANGED = r"{} has changed while it was read: it had {} bytes"
@@ -55,7 +57,7 @@ CHANGES = [overwrite, truncate, empty, append, append_and_set_back]
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
     """Read in small parts, because the file is small."""
-    monkeypatch.setattr(_reading, "CHUNK_BYTES", 4 * MIB)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 4 * MIB)
 
 
 @pytest.fixture

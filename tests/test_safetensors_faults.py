@@ -17,10 +17,9 @@ import nvmeio.safetensors.numpy
 from children import run_with_faults
 from helpers import MIB
 from model_samples import bits_of_all, in_flight, outcome
+from nvmeio._streams import reading, writing
 from nvmeio.safetensors import (
     _open,
-    _reading,
-    _writing,
     load_sharded,
     safe_open,
     save_sharded,
@@ -33,9 +32,9 @@ SIZE = 12 * MIB
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
     """Use small parts for reading and writing, because these files are small."""
-    monkeypatch.setattr(_reading, "CHUNK_BYTES", 8 * MIB)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 8 * MIB)
     monkeypatch.setattr(_open, "BATCH_BYTES", 8 * MIB)
-    monkeypatch.setattr(_writing, "STAGES", 4)
+    monkeypatch.setattr(writing, "STAGES", 4)
 
 
 @pytest.fixture(scope="module")

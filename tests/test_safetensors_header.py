@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import safetensors
 
-from nvmeio.safetensors import _header
-from nvmeio.safetensors._dtypes import (
+from nvmeio._safetensors import header as _header
+from nvmeio._safetensors.header import SafetensorError, build, header_bytes, parse
+from nvmeio._tensors.dtypes import (
     BITS,
     FORMAT_NAMES,
     FRAMEWORK_NAMES,
@@ -21,7 +22,6 @@ from nvmeio.safetensors._dtypes import (
     numpy_dtype,
     torch_dtype,
 )
-from nvmeio.safetensors._header import SafetensorError, build, header_bytes, parse
 
 PAGE = 4096
 DATA = bytes(range(1, 5))

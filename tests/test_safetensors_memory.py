@@ -21,7 +21,8 @@ from children import run_child, skip_sanitized
 from helpers import MIB, PAGE, drop, need_direct
 from model_samples import Moved, bits_of, bits_of_all, filled
 from nvmeio._memory import available
-from nvmeio.safetensors import _reading, safe_open
+from nvmeio._streams import reading
+from nvmeio.safetensors import safe_open
 from test_safetensors_region import resident
 
 SIZES = [1, 100, PAGE - 1, PAGE, PAGE + 1, 100_000, MIB, 3 * MIB + 5, 17, 2 * MIB]
@@ -103,7 +104,7 @@ def test_nothing_is_bounced(model, default_engine, way):
 def test_long_reads_are_cut_at_pages(tmp_path, monkeypatch):
     """Otherwise both ends of every part would come from the page cache."""
     need_direct(tmp_path)
-    monkeypatch.setattr(_reading, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", MIB)
     path, tensors = tmp_path / "model", {"a": filled("uint8", (8 * MIB,))}
     safetensors.torch.save_file(tensors, path)
     drop(path)
@@ -227,7 +228,7 @@ class TestTooLittle:
     @pytest.mark.parametrize("way", WAYS)
     def test_the_error_has_needed_and_free_memory(self, model, monkeypatch, way):
         path, _ = model
-        monkeypatch.setattr(_reading, "CHECKED_BYTES", 1)
+        monkeypatch.setattr(reading, "CHECKED_BYTES", 1)
         least = 1000 if way in ("get_tensor", "get_slice") else MIB
         monkeypatch.setattr(available, "available_bytes", lambda: least)
         moved = Moved()

@@ -16,10 +16,13 @@ import safetensors.torch
 
 import nvmeio
 import nvmeio.safetensors.numpy
+import nvmeio.safetensors.torch
 from children import Child, need_strace, run_with_faults
 from helpers import ENGINES, MIB, PAGE
 from model_samples import bits_of_all, torch
-from nvmeio.safetensors import _writing, install, save_sharded
+from nvmeio._safetensors import writing as _writing
+from nvmeio._streams import writing
+from nvmeio.safetensors import install, save_sharded
 from workloads.common import Faults
 
 MODEL = {"a": np.ones(5, np.float32)}
@@ -30,7 +33,7 @@ NEW = {f"{n}": np.full(MIB // 8 + n, n, np.uint8) for n in range(30)}
 @pytest.fixture(autouse=True)
 def _small_stages(monkeypatch):
     """Use small staging memory, so that files of 4 MiB fill it several times."""
-    monkeypatch.setattr(_writing, "STAGES", 4)
+    monkeypatch.setattr(writing, "STAGES", 4)
 
 
 def save(tensors, path, **options):
@@ -84,7 +87,7 @@ def test_staging_memory_is_not_refilled_before_it_is_written(old, monkeypatch):
         fsync = staticmethod(nvmeio.default_handle().fsync)
 
     monkeypatch.setattr(_writing, "default_handle", Handle)
-    monkeypatch.setattr(_writing, "STAGE_BYTES", PAGE)
+    monkeypatch.setattr(writing, "STAGE_BYTES", PAGE)
     array = np.random.default_rng(2).integers(0, 256, 25 * PAGE + 5, np.uint8)
     save({"a": array}, old)
     assert holds(old, {"a": array})
@@ -102,7 +105,7 @@ def test_one_part_at_a_time_is_in_memory(tmp_path):
             assert seen() is None
 
     with nvmeio.File(tmp_path / "file", "x") as file:
-        _writing.write(nvmeio.default_handle(), file, parts(), 3 * PAGE)
+        writing.write(nvmeio.default_handle(), file, parts(), 3 * PAGE)
         assert file.size == 3 * PAGE
 
 
@@ -302,6 +305,20 @@ class TestInterrupted:
         assert holds(old, OLD)
         assert os.listdir(old.parent) == ["model"]
         assert nvmeio.default_handle().pending == 0
+
+    def test_a_tensor_of_another_size_than_it_says_leaves_the_old_file(self, old):
+        """Its bytes would shift those of the others."""
+
+        class Half(torch.Tensor):
+            dtype = torch.float16
+
+        tensors = {"a": torch.ones(5).as_subclass(Half), "b": torch.ones(5)}
+        with pytest.raises(ValueError, match="'a' has 20 bytes, but said to be F16"):
+            nvmeio.safetensors.torch.save_file(tensors, old)
+        assert holds(old, OLD)
+        assert os.listdir(old.parent) == ["model"]
+        with pytest.raises(ValueError, match="'a' has 20 bytes, but said to be F16"):
+            nvmeio.safetensors.torch.save(tensors)
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_killed_process_leaves_only_the_old_file(self, old, engine):

@@ -20,6 +20,8 @@ import torch
 
 from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
+from nvmeio._arguments.units import size_of
+from nvmeio._cli.arguments import size
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 
 INDEX = "model.safetensors.index.json"
@@ -103,13 +105,31 @@ class TestLikeTheHubs:
     ("size", "nbytes"),
     [
         *((1000, 1000), ("1000", 1000), ("1KB", 1000), ("1 kb", 1000), ("1KiB", 1024)),
-        *(("0.5MB", 500_000), (" 2GB ", 2 * 10**9), ("1TiB", 2**40), (np.int64(7), 7)),
+        *(
+            ("0.5MB", 500_000),
+            (" 2GB ", 2 * 10**9),
+            ("1TiB", 2**40),
+            ("1G", 2**30),
+            (np.int64(7), 7),
+        ),
     ],
 )
 def test_shard_sizes_are_parsed(size, nbytes):
-    from nvmeio.safetensors._sharded import _size
+    """Like everywhere in nvmeio, except that Hugging Face's "GB" is decimal."""
+    assert size_of("max_shard_size", size, 1, decimal=True) == nbytes
 
-    assert _size(size) == nbytes
+
+def test_a_unit_without_b_is_binary_as_everywhere(tmp_path):
+    tensors = tensors_of([1, 1])
+    assert size_of("memory", "1GB", 1) == size("1GB") == size("1G") == 2**30
+    assert save_sharded(tensors, tmp_path, "1G") == ["model.safetensors"]
+
+
+def test_an_index_with_a_name_twice_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}')
+    with pytest.raises(SafetensorError, match="'a' comes twice"):
+        load_sharded(path)
 
 
 @pytest.mark.parametrize(

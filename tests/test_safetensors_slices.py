@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import safetensors
 
-from nvmeio.safetensors._dtypes import BITS, FRAMEWORK_NAMES, framework_shape
-from nvmeio.safetensors._header import build
-from nvmeio.safetensors._slices import plan
+from nvmeio._safetensors.header import build
+from nvmeio._tensors.dtypes import BITS, FRAMEWORK_NAMES, framework_shape
+from nvmeio._tensors.slices import plan
 
 ROUNDS = 1500
 

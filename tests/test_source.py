@@ -37,16 +37,23 @@ FOLDERS = {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),
         *("_libnvmeio", "_publish", "deepspeed"),
     },
+    "_tensors": {"_arguments", "_arrays", "_files", "_memory", "_native"},
+    "_streams": {"", "_arguments", "_files", "_memory", "_native"},
+    "_safetensors": {
+        *("", "_publish", "_streams", "_tensors"),
+        *("_arguments", "_files", "_memory", "_native"),
+    },
     "safetensors": {
-        *("", "_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
-        "_publish",
+        *("", "_publish", "_safetensors", "_streams", "_tensors"),
+        *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "torch": {
-        *("", "_publish", "checkpoint", "safetensors"),
+        *("", "_publish", "_safetensors", "_streams", "_tensors"),
+        *("checkpoint", "safetensors"),
         *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "checkpoint": {
-        *("", "_publish", "safetensors"),
+        *("", "_publish", "_safetensors", "_streams", "_tensors"),
         *("_arguments", "_events", "_files", "_memory", "_native"),
     },
     "_cli": {
@@ -61,7 +68,7 @@ ONLY_IN = {
     "torch": (
         (
             *("torch/*", "_cli/workloads.py", "safetensors/torch.py"),
-            *("safetensors/_sharing.py", "safetensors/_dtypes.py"),
+            *("safetensors/_sharing.py", "_tensors/dtypes.py"),
         ),
         "move it to nvmeio/torch/",
     ),

@@ -99,7 +99,7 @@ def moved():
     if "nvmeio" not in sys.modules:
         return 0
     import nvmeio
-    from nvmeio.safetensors import _file
+    from nvmeio._safetensors import file as _file
 
     if not isinstance(_file.FileMap, Mock):
         _file.FileMap = Mock(wraps=_file.FileMap)

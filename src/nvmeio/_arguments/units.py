@@ -6,7 +6,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import integer, shown
 
-__all__ = ["in_binary", "needed_and_free", "size_of"]
+__all__ = ["in_binary", "needed_and_free", "parse_size", "size_of"]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -25,20 +25,32 @@ def needed_and_free(needed: int, free: int) -> str:
     return f"{in_binary(needed)} ({needed} bytes) are needed, and {free} are free"
 
 
-def size_of(name: str, value: Any, least: int) -> int:
-    """Parse a number of bytes: an integer, or text such as "64MiB" or "1.5G".
+def parse_size(text: str, *, decimal: bool = False) -> Fraction | None:
+    """Parse text such as "64MiB" or "1.5G"; return None if it is no number of bytes.
 
-    The units are powers of 1024.  Fractions of a byte are rounded down.
+    The units are powers of 1024; with `decimal`, KB, MB, GB and TB are powers of 1000.
+    """
+    found = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE
+    )
+    if not found or ("." in found[1] and not found[2]):
+        return None
+    base = 1000 if decimal and (found[3] or "").upper() == "B" else 1024
+    unit: int = base ** " KMGT".index(found[2].upper() or " ")
+    return Fraction(found[1]) * unit
+
+
+def size_of(name: str, value: Any, least: int, *, decimal: bool = False) -> int:
+    """Return a number of bytes: an integer, or text that ``parse_size`` parses.
+
+    Fractions of a byte are rounded down.
     """
     if isinstance(value, str):
-        found = re.fullmatch(
-            r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", value.strip(), re.A | re.I
-        )
-        if not found or ("." in found[1] and not found[2]):
+        found = parse_size(value, decimal=decimal)
+        if found is None:
             words = 'it must be a number of bytes, or text such as "64MiB" or "1.5GiB"'
             raise ValueError(f"{name} is {value!r:.50}; {words}")
-        unit = 1024 ** " KMGT".index(found[2].upper() or " ")
-        nbytes = int(Fraction(found[1]) * unit)
+        nbytes = int(found)
     else:
         try:
             nbytes = integer(name, value)

@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nvmeio._arguments.units import parse_size
 from nvmeio._config.constants import ENGINES, LIMITS
 
 # Limit the digits, because more would overflow.
 NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -60,10 +60,7 @@ def hyphenated(words: Iterable[str]) -> list[str]:
 
 def size(text: str) -> int:
     """Parse a number of bytes, with K, M, G or T for powers of 1024: 1.5G, 64KiB."""
-    found = re.fullmatch(
-        rf"({NUMBER}) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
-    )
-    nbytes = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(0)
+    nbytes = parse_size(text) or Fraction(0)
     if not 1 <= nbytes < 1 << 63 or nbytes.denominator > 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; it must be a whole number of bytes, such as 4096, "

@@ -11,11 +11,9 @@ from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, option
 from nvmeio._cli.folders import step_of
 from nvmeio._cli.terminal import Terminal
+from nvmeio._files.kinds import what_is_in
 from nvmeio.checkpoint import Checkpointer, CheckpointError
-from nvmeio.checkpoint._errors import MovedError
-from nvmeio.checkpoint._kinds import what_is_in
-from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._tree import plain
+from nvmeio.checkpoint._restoring import Held, MovedError
 
 NOTES = """\
 A step is complete if all of its files are there and have the right size; nvmeio
@@ -40,7 +38,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not os.path.isdir(options.root):
         raise CommandError(f"{options.root}: there is no such folder")
     checkpointer = Checkpointer(options.root)
-    steps = checkpointer._newest_first()
+    steps = checkpointer._steps.newest_first()
     if not steps and (one := step_of(options.root)):
         parent = shlex.quote(os.path.relpath(one[0]))
         raise CommandError(
@@ -76,7 +74,7 @@ def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
             said |= {"complete": True, "bytes": manifest.nbytes, "saved": manifest.saved}
             said["checksum"] = manifest.checksum
             if metadata:
-                said["metadata"] = plain(held.tree()["metadata"])
+                said["metadata"] = held.plain_metadata()
     except (CheckpointError, MovedError, OSError) as error:
         said["problem"] = str(error)
     return said

@@ -12,12 +12,9 @@ from typing import Any
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.terminal import sizes
 from nvmeio._cli.torch_files import PICKLE_BYTES_MAX, SIZES, Reader, loaded
+from nvmeio._files.kinds import METADATA, STEP, TENSORS, what_is_in
 from nvmeio.checkpoint import CheckpointError
-from nvmeio.checkpoint._errors import MovedError
-from nvmeio.checkpoint._kinds import METADATA, what_is_in
-from nvmeio.checkpoint._manifest import FOLDER, TENSORS
-from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._tree import plain
+from nvmeio.checkpoint._restoring import Held, MovedError
 from nvmeio.safetensors import safe_open
 
 __all__ = ["contents_of", "step_of", "tensors_in"]
@@ -26,7 +23,7 @@ __all__ = ["contents_of", "step_of", "tensors_in"]
 def step_of(path: str) -> tuple[str, int] | None:
     """Return the root and the number of a step's folder; None for other names."""
     root, name = os.path.split(os.path.abspath(path))
-    found = FOLDER.fullmatch(name)
+    found = STEP.fullmatch(name)
     return (root, int(found[1])) if found else None
 
 
@@ -40,7 +37,7 @@ def contents_of(path: str) -> dict[str, Any]:
         except (CheckpointError, MovedError) as error:
             raise CommandError(f"{error}; {what_is_in(path)}") from None
     words = f"{path}: it is a folder, not a file; {what_is_in(path)}"
-    if any(map(FOLDER.fullmatch, os.listdir(path))):
+    if any(map(STEP.fullmatch, os.listdir(path))):
         words += f"; `nvmeio checkpoints {shlex.quote(path)}` lists them"
     elif any(name.endswith(".safetensors") for name in os.listdir(path)):
         words += "; inspect one of them"
@@ -74,7 +71,7 @@ def _step(path: str, step: int) -> dict[str, Any]:
             "step": step,
             "saved": held.manifest.saved,
             "checksum": held.manifest.checksum,
-            "metadata": plain(held.tree()["metadata"]),
+            "metadata": held.plain_metadata(),
         }
         found = tensors_in(os.path.join(path, TENSORS))
     return {**found, "format": "nvmeio.checkpoint", "metadata": said}

@@ -11,9 +11,9 @@ from nvmeio._cli.arguments import CommandError, Parser, option
 from nvmeio._cli.folders import contents_of, tensors_in
 from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._cli.torch_files import is_torch_file, tensors_of
+from nvmeio._files.kinds import INDEX_END
 from nvmeio._native.file import File
 from nvmeio.safetensors import SafetensorError
-from nvmeio.safetensors._sharded import INDEX_END
 
 NOTES = """\
 Reads only headers.  Offsets are in bytes from the beginning of the file; a

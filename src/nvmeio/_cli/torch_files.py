@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.terminal import sizes
-from nvmeio._files.archives import begin_of, bytes_of
+from nvmeio._files.archives import begin_of, content_of
 
 __all__ = [
     "PICKLE_BYTES_MAX",
@@ -152,7 +152,7 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
             has, most = sizes(info.file_size, PICKLE_BYTES_MAX)
             raise CommandError(f"{path}: its pickle has {has}; the limit is {most}")
         try:
-            text = bytes_of(file, info)
+            text = content_of(file, info)
         except ValueError as error:
             raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
         content = loaded(text, path, Reader)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from nvmeio._cli.arguments import CommandError, Parser, sentence
 from nvmeio._cli.folders import step_of
 from nvmeio._cli.terminal import Terminal
+from nvmeio._files.kinds import METADATA, what_is_in
 from nvmeio.checkpoint import Checkpointer, CheckpointError
-from nvmeio.checkpoint._kinds import METADATA, what_is_in
 
 NOTES = """\
 Reads all bytes of the steps in each DIR, or of the step that DIR is, and
@@ -60,7 +60,7 @@ def _steps(folder: str) -> Iterator[tuple[Checkpointer, int, str]]:
         checkpointer = Checkpointer(root)
     else:
         root, checkpointer = folder, Checkpointer(folder)
-        steps = checkpointer._newest_first()[::-1]
+        steps = checkpointer._steps.newest_first()[::-1]
     if not steps:
         words = f"{folder}: there are no checkpoints of nvmeio.checkpoint; "
         words += what_is_in(folder)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from nvmeio._arguments.checks import shown
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
@@ -248,7 +249,7 @@ def read_profile(file: pathlib.Path) -> Profile:
     """Read a profile from its file; ValueError names the file and the field."""
     data = file.read_bytes()
     try:
-        return _profile_of(json.loads(data), file)
+        return _profile_of(parse_json(data), file)
     # JSON with too many nested brackets raises RecursionError.
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(

@@ -3,7 +3,7 @@
 import zipfile
 from typing import Protocol
 
-__all__ = ["begin_of", "bytes_of"]
+__all__ = ["begin_of", "content_of"]
 
 _HEADER_BYTES = 30
 
@@ -28,7 +28,7 @@ def begin_of(file: Readable, entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + _HEADER_BYTES + sum(lengths)
 
 
-def bytes_of(file: Readable, entry: zipfile.ZipInfo) -> bytes:
+def content_of(file: Readable, entry: zipfile.ZipInfo) -> bytes:
     """Return the bytes of an uncompressed entry, or raise ValueError.
 
     zipfile cannot read entries whose checksum torch left out: it reports a wrong checksum.

@@ -5,10 +5,11 @@ any folder appear whole or not at all.  ``drain`` copies a folder to other stora
 it outlives its drive.
 """
 
-from nvmeio.checkpoint._checkpointer import Checkpointer, SaveFuture
+from nvmeio.checkpoint._checkpointer import Checkpointer
 from nvmeio.checkpoint._draining import drain
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._folders import atomic_directory, cleanup
+from nvmeio.checkpoint._futures import SaveFuture
 
 __all__ = [
     "CheckpointError",

@@ -12,57 +12,30 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
-from nvmeio._arguments.checks import flag, integer, path_of, whole
+from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
+from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
-from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
-from nvmeio.checkpoint._copies import Copies, NoCopyError
+from nvmeio._publish.folders import Unfinished, remove_unfinished, set_aside
+from nvmeio._streams.progress import Progress, check_progress
+from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import (
-    CheckpointError,
     GoneError,
-    MovedError,
-    NotDamagedError,
 )
 from nvmeio.checkpoint._folders import cleanup
-from nvmeio.checkpoint._kinds import what_is_in
+from nvmeio.checkpoint._futures import SaveFuture
 from nvmeio.checkpoint._locks import exclusive
-from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST, TREE
+from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan, Staging
-from nvmeio.safetensors._reading import Progress
+from nvmeio.checkpoint._steps import STEP_MAX, Steps, step_of
 
-__all__ = ["Checkpointer", "SaveFuture"]
-
-_STEP_MAX = 10**18
-# Errors that mean that the data is lost, not that the system is busy or misconfigured.
-# ENXIO is what open(2) returns for a socket in the place of a file.
-_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
-
-# How often to read a step that is replaced meanwhile.  The limit is for file systems whose
-# inode numbers change, where each step always seems to be replaced.
-_TRIES = 100
-
-# How many steps an error names.
-_STEPS_SHOWN = 10
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("nvmeio")
-
-
-def _is_lost(error: Exception) -> bool:
-    """Return whether an error means that a step is damaged or gone."""
-    if isinstance(error, OSError):
-        return error.errno in _LOST
-    return not isinstance(error, NotDamagedError)
-
-
-def _with(error: Exception, words: str) -> Exception:
-    """Return an error of the same type whose message ends in `words`."""
-    if isinstance(error, OSError):
-        return type(error)(error.errno, f"{error.strerror}; {words}", error.filename)
-    return type(error)(f"{error}; {words}")
 
 
 _all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
@@ -75,118 +48,6 @@ def _forget_in_child() -> None:
 
 
 call_in_child(_forget_in_child)
-
-
-class SaveFuture(Future[pathlib.Path]):
-    """A save in progress, as ``Checkpointer.save_async`` returns it.
-
-    A concurrent.futures.Future.  ``result(timeout=None)`` waits until the checkpoint is on
-    the device and returns the step's folder, or raises the save's error.  ``cancel()``
-    abandons the save and returns True; it returns False once the folder is being renamed
-    to its final name.
-
-    Parameters
-    ----------
-    step : int
-        The number of the step.
-
-    Attributes
-    ----------
-    step : int
-        The number of the step.
-    staged : concurrent.futures.Future
-        Done when the state may be changed: with ``stage=True`` from the beginning, else
-        when its last byte has been written.  The result is None.
-
-    Examples
-    --------
-    >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
-    >>> state = {"weights": np.arange(1000)}
-    >>> saving = checkpointer.save_async(100, state, stage=True)
-    >>> isinstance(saving, nvmeio.checkpoint.SaveFuture)
-    True
-    >>> saving.staged.result()
-    >>> state["weights"] += 1
-    >>> saving.result().name
-    'step-100'
-    >>> checkpointer.close()
-    """
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-        self.staged: Future[None] = Future()
-        # Set when the save has ended, before the callbacks run.
-        self._over = threading.Event()
-        self._retrieved = False
-        self._failure: BaseException | None = None
-        self._may_begin: bool | None = None
-
-    def _begun(self) -> bool:
-        """Return False if the save was cancelled; else rule out cancelling from now on."""
-        if self._may_begin is None:
-            self._may_begin = self.set_running_or_notify_cancel()
-        return self._may_begin
-
-    def result(self, timeout: float | None = None) -> pathlib.Path:
-        """Wait for the save, and return the step's folder or raise the save's error.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            How many seconds to wait; by default without limit.
-
-        Returns
-        -------
-        pathlib.Path
-            The step's folder.
-
-        Raises
-        ------
-        TimeoutError
-            The save is still in progress; it goes on.
-        concurrent.futures.CancelledError
-            The save was cancelled.
-        Exception
-            What the save raised; see ``Checkpointer.save``.
-        """
-        try:
-            return super().result(timeout)
-        except BaseException as error:
-            self._retrieved = self._retrieved or error is self._failure
-            raise
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save, and return its error, or None if it succeeded.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            How many seconds to wait; by default without limit.
-
-        Returns
-        -------
-        BaseException or None
-            What ``result`` would raise.
-
-        Raises
-        ------
-        TimeoutError
-            The save is still in progress; it goes on.
-        concurrent.futures.CancelledError
-            The save was cancelled.
-        """
-        found = super().exception(timeout)
-        self._retrieved = self._retrieved or found is not None
-        return found
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        """Fail the save; only the Checkpointer calls this."""
-        self._failure = exception
-        super().set_exception(exception)
-
-    def __repr__(self) -> str:
-        return f"<nvmeio.checkpoint.SaveFuture of step {self.step}{super().__repr__()[11:]}"
 
 
 class Checkpointer:
@@ -271,10 +132,10 @@ class Checkpointer:
         drain_to: Path | None = None,
     ) -> None:
         self.root = pathlib.Path(os.fsdecode(absolute(path_of(root))))
-        self.keep = None if keep is None else whole("keep", keep, 1, _STEP_MAX)
+        self.keep = None if keep is None else whole("keep", keep, 1, STEP_MAX)
         self.keep_every = keep_every
         if keep_every is not None:
-            self.keep_every = whole("keep_every", keep_every, 1, _STEP_MAX)
+            self.keep_every = whole("keep_every", keep_every, 1, STEP_MAX)
         self.checksum = _one_of("checksum", checksum, ("crc32c", None))
         self.verify_by = _one_of("verify", verify, ("size", "checksum", None))
         self.busy = _one_of("busy", busy, ("wait", "skip", "raise"))
@@ -294,8 +155,7 @@ class Checkpointer:
             str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
         )
         self._closed = False
-        # Steps that restore() or verify() found damaged, with the identity of the folder.
-        self._damaged: dict[int, tuple[int, int]] = {}
+        self._steps = Steps(self.root, self.drain_to)
         self._begin_anew()
         _all.add(self)
 
@@ -306,9 +166,13 @@ class Checkpointer:
         self._staging = Staging()
         self._last: SaveFuture | None = None
         self._begun = False
-        self._copies = None
+        self._steps.copies = None
         if self.drain_to is not None:
-            self._copies = Copies(self.drain_to, str(self.root), self._kept)
+            self._steps.copies = Copies(self.drain_to, str(self.root), self._kept)
+
+    @property
+    def _copies(self) -> Copies | None:
+        return self._steps.copies
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -463,7 +327,7 @@ class Checkpointer:
             return future
 
     def _plan(self, step: int, state: Any, metadata: Any) -> Plan:
-        return Plan(_step_of(step), state, metadata, self.checksum)
+        return Plan(step_of(step), state, metadata, self.checksum)
 
     def _await_last(self) -> None:
         """Wait for the previous save, and raise its error unless it was retrieved."""
@@ -481,12 +345,12 @@ class Checkpointer:
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(str(self.root), "step-", own=not self._writer.take())
         # Listed only once, because remote storage may be slow.
-        copied = [] if self._begun else self._copied()
+        copied = [] if self._begun else self._steps.copied()
         self._begun = True
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved but not copied to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=3)
-        newest = next(self._complete(copied), None)
+        newest = next(self._steps.complete(copied), None)
         if newest is not None and newest > step:
             warnings.warn(
                 f"step {step} is saved, but step {newest} exists: restore() reads the "
@@ -517,7 +381,7 @@ class Checkpointer:
             future.set_exception(failed)
 
     def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
-        target = self._folder(plan.step)
+        target = self._steps.folder(plan.step)
 
         def copied() -> None:
             if future is not None and not future.staged.done():
@@ -548,9 +412,6 @@ class Checkpointer:
         Its result is the size of the copy in bytes.
         """
         return None if self._copies is None else self._copies.latest
-
-    def _folder(self, step: int) -> str:
-        return str(self.root / f"step-{step}")
 
     def restore(
         self,
@@ -590,8 +451,9 @@ class Checkpointer:
         KeyError
             The checkpoint has nothing under one of the `names`.
         TypeError, ValueError
-            `into` lacks an entry, or has one of another type, dtype or shape.  The message
-            has its path; nothing was changed.
+            `into` lacks an entry, or has one of another type, dtype or shape, or two that
+            share memory otherwise than in the checkpoint.  The message has the path;
+            nothing was changed.
         OSError
             The files cannot be read.
         MemoryError
@@ -626,7 +488,7 @@ class Checkpointer:
         def read(held: Held) -> Any:
             return held.restore(into, names, checked=self.verify_by == "checksum")
 
-        self.restored, found = self._of_step(step, read)
+        self.restored, found = self._steps.read(step, read)
         return found
 
     def metadata(self, step: int | None = None) -> Any:
@@ -654,133 +516,7 @@ class Checkpointer:
         ...     checkpointer.metadata()
         {'loss': 0.25}
         """
-        return self._of_step(step, Held.metadata, (MANIFEST, TREE))[1]
-
-    def _of_step(
-        self, step: int | None, read: Any, files: Collection[str] = FILES
-    ) -> tuple[int, Any]:
-        """Call `read` with a step, by default the newest that it can read.
-
-        Return the step and what `read` returned.  `files` are the files that it needs.
-        """
-        if step is not None:
-            step = _step_of(step)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                put_back(str(self.root))
-            try:
-                return step, self._read_or_copy(step, read, files)
-            except GoneError:
-                raise self._missing(step) from None
-        # The words of the errors.  An error's traceback would keep all that was read, and
-        # `into`, in memory while older steps are read.
-        passed_over: dict[int, str] = {}
-        for each in self._going_down(self._copied()):
-            try:
-                return each, self._read_or_copy(each, read, files)
-            except GoneError:
-                continue
-            except (CheckpointError, OSError) as error:
-                if not _is_lost(error):
-                    raise
-                if each not in passed_over:
-                    words = f"step {each} is skipped: {error}"
-                    warnings.warn(words, RuntimeWarning, stacklevel=3)
-                passed_over.setdefault(each, str(error))
-        if passed_over:
-            # A caller that begins anew on FileNotFoundError must not do so here.
-            newest = max(passed_over)
-            count = len(passed_over)
-            which = f"all {count} checkpoints" if count > 1 else "the only checkpoint"
-            where = str(self.root)
-            if self._copies is not None:
-                where += f" and {self.drain_to}"
-            words = f"{which} in {where} cannot be read"
-            raise CheckpointError(f"{words}; step {newest}: {passed_over[newest]}")
-        words = f"no checkpoint; {what_is_in(str(self.root))}"
-        raise FileNotFoundError(errno.ENOENT, words, str(self.root))
-
-    def _read_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
-        """Read a step, or its copy if the step is missing or damaged."""
-        try:
-            return self._read_noting_damage(step, read)
-        except (CheckpointError, GoneError, OSError) as error:
-            if self._copies is None or not _is_lost(error):
-                raise
-            try:
-                found = self._copies.read(step, read, files)
-            except NoCopyError:
-                raise error from None
-            except Exception as other:
-                if isinstance(error, GoneError):
-                    # Only the copy exists, so its error is the one to raise.
-                    raise
-                raise _with(error, f"its copy in {self.drain_to}: {other}") from other
-            if not isinstance(error, GoneError):
-                words = f"step {step} is read from its copy in {self.drain_to}: {error}"
-                warnings.warn(words, RuntimeWarning, stacklevel=4)
-            return found
-
-    def _read(self, step: int, read: Any) -> Any:
-        """Read a step; read it again if it was replaced meanwhile."""
-        folder = self._folder(step)
-        for _ in range(_TRIES):
-            if not os.path.lexists(folder):
-                raise GoneError
-            with contextlib.suppress(MovedError), Held(folder, step) as held:
-                return read(held)
-        raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
-
-    def _read_noting_damage(self, step: int, read: Any) -> Any:
-        """Read a step; if it is damaged, remember that until its folder is replaced."""
-        # Taken before, because another process may replace the folder after the error.
-        identity = self._identity(step)
-        try:
-            return self._read(step, read)
-        except (CheckpointError, OSError) as error:
-            if _is_lost(error) and identity is not None:
-                self._damaged[step] = identity
-            raise
-
-    def _identity(self, step: int) -> tuple[int, int] | None:
-        """Return inode and ctime of the folder of a step; None if there is none."""
-        try:
-            found = os.lstat(self._folder(step))
-        except OSError:
-            return None
-        return found.st_ino, found.st_ctime_ns
-
-    def _missing(self, step: int) -> FileNotFoundError:
-        """Return the error for a step that does not exist, or was removed."""
-        newest = self._newest_first()
-        there = what_is_in(str(self.root))
-        if newest:
-            more = len(newest) - _STEPS_SHOWN
-            there = f"there are the steps {', '.join(map(str, newest[:_STEPS_SHOWN]))}"
-            there += f" and {more} more" if more > 0 else ""
-        words = f"no such checkpoint; {there}"
-        return FileNotFoundError(errno.ENOENT, words, self._folder(step))
-
-    def _going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the steps that have a folder, newest first.
-
-        List the root again at the end, until nothing has changed: with ``keep=1``, another
-        process may have removed the listed step after it saved the next one.
-        """
-        before: list[int] = []
-        while True:
-            steps = sorted({*self._newest_first(), *copied}, reverse=True)
-            if steps == before:
-                return
-            yield from steps
-            before = steps
-
-    def _newest_first(self) -> list[int]:
-        """Return the steps that have a folder, newest first."""
-        with contextlib.suppress(FileNotFoundError):
-            put_back(str(self.root))
-            names = map(FOLDER.fullmatch, os.listdir(self.root))
-            return sorted((int(found[1]) for found in names if found), reverse=True)
-        return []
+        return self._steps.read(step, Held.metadata, (MANIFEST, TREE))[1]
 
     def latest(self) -> int | None:
         """Return the newest complete step, or None if there is none.
@@ -795,24 +531,7 @@ class Checkpointer:
         OSError
             The root cannot be read.
         """
-        return next(self._complete(self._copied()), None)
-
-    def _complete(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the complete steps, newest first; `copied` are complete as copies."""
-        for step in self._going_down(copied):
-            if step in copied or self._is_complete(step):
-                yield step
-
-    def _copied(self) -> list[int]:
-        """Return the steps in `drain_to`; if they cannot be listed, log it, return none."""
-        if self._copies is None:
-            return []
-        try:
-            return self._copies.steps()
-        except Exception as error:
-            # fsspec may raise any type.
-            _log.warning("the copies in %s cannot be listed: %s", self.drain_to, error)
-            return []
+        return next(self._steps.complete(self._steps.copied()), None)
 
     def steps(self) -> list[int]:
         """Return the complete steps, oldest first.
@@ -834,22 +553,7 @@ class Checkpointer:
         ...     checkpointer.steps()
         [2, 3]
         """
-        return sorted({*self._complete(self._copied())})
-
-    def _is_complete(self, step: int) -> bool:
-        # One look, because verify() in another thread may remove the entry.
-        damaged = self._damaged.get(step)
-        if damaged is not None and damaged == self._identity(step):
-            return False
-        try:
-            self._read(step, lambda held: None)
-        except (CheckpointError, GoneError):
-            return False
-        except OSError as error:
-            if not _is_lost(error):
-                raise
-            return False
-        return True
+        return sorted({*self._steps.complete(self._steps.copied())})
 
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
         """Read all bytes of a step, and compare them with their checksums.
@@ -889,12 +593,13 @@ class Checkpointer:
             held.verify(progress)
             held.metadata()
 
-        step = _step_of(step)
+        check_progress(progress)
+        step = step_of(step)
         try:
-            self._read_noting_damage(step, read)
+            self._steps.read_here(step, read)
         except GoneError:
-            raise self._missing(step) from None
-        self._damaged.pop(step, None)
+            raise self._steps.missing(step) from None
+        self._steps.forget_damage(step)
 
     def remove(self, step: int) -> None:
         """Remove a step, complete or not, and its copy in `drain_to`.
@@ -921,8 +626,8 @@ class Checkpointer:
         ...     checkpointer.steps()
         [1]
         """
-        step = _step_of(step)
-        folder = self._folder(step)
+        step = step_of(step)
+        folder = self._steps.folder(step)
         with self._alone():
             self._await_last()
             copied = False
@@ -933,7 +638,7 @@ class Checkpointer:
             if not os.path.lexists(folder):
                 if copied:
                     return
-                raise self._missing(step)
+                raise self._steps.missing(step)
             self._writer.take()
             with exclusive(os.path.join(folder, MANIFEST)) as free:
                 if not free:
@@ -980,19 +685,7 @@ class Checkpointer:
             return self._prune(None)
 
     def _prune(self, saved: int | None) -> list[int]:
-        if self.keep is None:
-            return []
-        removed = []
-        steps = sorted({*self._complete()})
-        kept = {*self._kept(steps), saved}
-        for step in steps:
-            if step in kept:
-                continue
-            with exclusive(os.path.join(self._folder(step), MANIFEST)) as free:
-                if free:
-                    set_aside(self._folder(step))
-                    removed.append(step)
-        return removed
+        return [] if self.keep is None else self._steps.prune(self._kept, saved)
 
     def _kept(self, steps: list[int]) -> list[int]:
         """Return the steps to keep; `steps` are sorted, oldest first."""
@@ -1071,10 +764,6 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"{name} is {value!r}; it must be one of {known}")
     return value
-
-
-def _step_of(step: Any) -> int:
-    return whole("step", integer("step", step), 0, _STEP_MAX)
 
 
 def _names_of(names: Any) -> Collection[str] | None:

@@ -10,12 +10,13 @@ from typing import Any
 
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders
+from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
 from nvmeio.checkpoint._locks import exclusive
-from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST
+from nvmeio.checkpoint._manifest import FILES
 from nvmeio.checkpoint._places import place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.default import default_handle
@@ -128,7 +129,7 @@ class Copies:
 
     def steps(self) -> list[int]:
         """Return the steps with complete copies, newest first."""
-        found = map(FOLDER.fullmatch, self.place.names(""))
+        found = map(STEP.fullmatch, self.place.names(""))
         steps = sorted((int(each[1]) for each in found if each), reverse=True)
         return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
 
@@ -136,7 +137,7 @@ class Copies:
         """Remove the copies that are not to be kept, and incomplete ones."""
         try:
             steps = sorted(self.steps())
-            folders = map(FOLDER.fullmatch, self.place.names(""))
+            folders = map(STEP.fullmatch, self.place.names(""))
             there = {int(each[1]) for each in folders if each}
             for step in there - set(self._kept(steps)) - {saved}:
                 with self._exclusive(step) as free:

@@ -11,7 +11,7 @@ from nvmeio._files.paths import resolved
 from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished, sync_below
 from nvmeio._publish.names import is_dead, remove_left
-from nvmeio.safetensors._writing import reserve as reserve_file
+from nvmeio._streams.writing import reserve as reserve_file
 
 __all__ = ["atomic_directory", "cleanup"]
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import crc32c
 
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.descriptors import Descriptor
+from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._memory.available import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
@@ -22,9 +24,7 @@ from nvmeio.checkpoint._tree import DEPTH_MAX
 __all__ = [
     "BLOCK_BYTES",
     "FORMAT",
-    "MANIFEST",
     "MANIFEST_BYTES_MAX",
-    "TENSORS",
     "TREE",
     "TREE_BYTES_MAX",
     "Checksums",
@@ -38,12 +38,8 @@ __all__ = [
 FORMAT = "nvmeio-checkpoint-1"
 # The formats of other versions.
 _FORMAT = re.compile(r"nvmeio-checkpoint-[1-9][0-9]{0,3}")
-MANIFEST = "manifest.json"
-TENSORS = "tensors.safetensors"
 TREE = "tree.json"
 FILES = (MANIFEST, TREE, TENSORS)
-# The name of a step's folder.
-FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 
 # Enough for the checksums of 4 million blocks, 32 TiB.
 MANIFEST_BYTES_MAX = 64 << 20
@@ -167,7 +163,7 @@ def read_json(
             raise CheckpointError(f"{path} has changed while it was read")
         require_same(path, seen, record)
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+        return parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{path} is not the JSON of a checkpoint: {error}") from None
     except RecursionError:
@@ -186,17 +182,6 @@ def _depth_of(text: bytes) -> int:
         depth += step
         deepest = max(deepest, depth)
     return deepest
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a duplicate key")
-    return found
 
 
 def read_manifest(folder: str, step: int, opener: Callable[[str], Descriptor]) -> Manifest:

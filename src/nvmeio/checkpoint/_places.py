@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
@@ -20,12 +19,12 @@ from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
 from nvmeio._publish.names import temporary_name
+from nvmeio._streams.pending import Bytes
+from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
-from nvmeio.memory import empty
 
 __all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of"]
 
-Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 4 << 20
 
@@ -103,30 +102,7 @@ def place_of(target: Path) -> Place:
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
     """Yield a file's bytes in order, while the next piece is being read."""
-    memory = _memory(min(2 * PIECE_BYTES, max(size, 1)))
-    halves = (memory[:PIECE_BYTES], memory[PIECE_BYTES:])
-    handle, pending = default_handle(), None
-    try:
-        for turn, begin in enumerate(range(0, size, PIECE_BYTES)):
-            view = halves[turn % 2][: min(PIECE_BYTES, size - begin)]
-            request = pending or handle.submit_read(view, file, begin)
-            pending = None
-            request.wait()
-            after = begin + PIECE_BYTES
-            if after < size:
-                ahead = halves[(turn + 1) % 2][: min(PIECE_BYTES, size - after)]
-                pending = handle.submit_read(ahead, file, after)
-            yield view
-    finally:
-        if pending is not None:
-            pending.exception()
-
-
-def _memory(nbytes: int) -> Bytes:
-    try:
-        return empty(nbytes, np.uint8)
-    except MemoryError:
-        return np.empty(nbytes, np.uint8)
+    return in_pieces(file, size, PIECE_BYTES, 2)
 
 
 class _Folder:

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._stored import PAIRS
-from nvmeio.checkpoint._tree import path_of
-from nvmeio.safetensors._dtypes import (
+from nvmeio._safetensors.header import Tensor
+from nvmeio._tensors.dtypes import (
     FORMAT_NAMES,
     FRAMEWORK_NAMES,
     framework_shape,
@@ -19,7 +17,9 @@ from nvmeio.safetensors._dtypes import (
     torch_dtype,
     torch_module,
 )
-from nvmeio.safetensors._header import Tensor
+from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._stored import PAIRS
+from nvmeio.checkpoint._tree import path_of
 
 __all__ = ["Part", "check_target", "part_of", "rebuild", "same_memory"]
 

@@ -4,21 +4,29 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
+from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.header import Tensor
+from nvmeio._safetensors.loading import Wanted, load
+from nvmeio._streams.progress import Progress
+from nvmeio._streams.reading import in_pieces
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework, NumPy, Torch
+from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.sharing import Place, place_of, sharing, start_of
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
-    MANIFEST,
-    TENSORS,
     TREE,
     Checksums,
     read_json,
@@ -26,18 +34,9 @@ from nvmeio.checkpoint._manifest import (
     require_same,
 )
 from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
-from nvmeio.checkpoint._stored import bytes_of
-from nvmeio.checkpoint._tree import decode, path_of
-from nvmeio.default import default_handle
-from nvmeio.memory import empty
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Framework, NumPy, Torch
-from nvmeio.safetensors._header import Tensor
-from nvmeio.safetensors._loading import Wanted, load
-from nvmeio.safetensors._reading import Progress
+from nvmeio.checkpoint._tree import decode, path_of, plain
 
-__all__ = ["Held"]
+__all__ = ["Held", "MovedError"]
 
 
 class Held:
@@ -50,7 +49,7 @@ class Held:
         try:
             self._open_folder()
             self._lock()
-            self.manifest = read_manifest(folder, step, self._opened)
+            self.manifest = read_manifest(folder, step, self._open_regular)
         except BaseException as error:
             moved = not self.is_there()
             self.close()
@@ -70,12 +69,12 @@ class Held:
             ) from None
 
     def _lock(self) -> None:
-        self._held = self._opened(os.path.join(self.folder, MANIFEST))
+        self._held = self._open_regular(os.path.join(self.folder, MANIFEST))
         # Pruning tests this lock, and leaves the step alone if it is held.
         with contextlib.suppress(OSError):
             fcntl.flock(self._held.number, fcntl.LOCK_SH)
 
-    def _opened(self, path: str) -> Descriptor:
+    def _open_regular(self, path: str) -> Descriptor:
         """Open a regular file; raise CheckpointError for anything else."""
         try:
             file = opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -120,7 +119,7 @@ class Held:
 
     def tree(self) -> dict[str, Any]:
         """Return the contents of tree.json; its state and metadata are not checked yet."""
-        said = read_json(self.folder, TREE, self._opened, self.manifest)
+        said = read_json(self.folder, TREE, self._open_regular, self.manifest)
         path = os.path.join(self.folder, TREE)
         if (
             not isinstance(said, dict)
@@ -143,6 +142,10 @@ class Held:
             )
 
         return decode(self.tree()["metadata"], refused)
+
+    def plain_metadata(self) -> Any:
+        """Return the metadata as plain JSON."""
+        return plain(self.tree()["metadata"])
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all files, and raise CheckpointError if a checksum differs."""
@@ -167,10 +170,11 @@ class Held:
     def _verify_file(self, name: str, read: Callable[[int], object] | None = None) -> None:
         path, record = os.path.join(self.folder, name), self.manifest.files[name]
         seen = Checksums(self.manifest.block_bytes)
-        for block in _blocks(path, record.nbytes):
-            seen(block)
-            if read is not None:
-                read(len(block))
+        with File(path) as file:
+            for block in in_pieces(file, record.nbytes, BLOCK_BYTES, 4):
+                seen(block)
+                if read is not None:
+                    read(len(block))
         require_same(path, seen, record)
 
     def _verify_read(self, file: ModelFile, tensors: dict[str, Any]) -> None:
@@ -218,7 +222,10 @@ class Held:
                 raise CheckpointError(
                     f"{os.path.join(self.folder, TREE)} is damaged: {error}"
                 ) from None
-            targets = None if into is None else _matched(skeleton, into, ())
+            targets = None
+            if into is not None:
+                targets = _matched(skeleton, into, ())
+                _check_apart(parts.found, targets)
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)
@@ -267,6 +274,28 @@ def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
             f"has a {type(skeleton).__qualname__}"
         )
     return found
+
+
+def _check_apart(parts: list[Part], targets: dict[Any, Any]) -> None:
+    """Raise ValueError for targets that share memory, unless their parts share it alike.
+
+    Else each would be filled with a mixture of both.
+    """
+    places = [place_of(targets[part.path], part) for part in parts]
+    for group in sharing([place for place in places if place.low < place.high]):
+        apart = {(each.leaf.stored.name, _base_of(each)): each for each in group}
+        if len(apart) > 1:
+            one, other, *_ = (path_of(each.leaf.path) for each in apart.values())
+            raise ValueError(
+                f"into: {one} and {other} share memory, but not in the checkpoint; each "
+                "needs its own"
+            )
+
+
+def _base_of(place: Place) -> int:
+    """Return where the stored tensor of a part would begin."""
+    view = place.leaf.view
+    return start_of(place.value) - (0 if view is None else view.offset)
 
 
 def _has_parts(skeleton: Any) -> bool:
@@ -359,30 +388,3 @@ def _delivered(value: Any, target: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return an array as it is, or a tensor detached from autograd."""
     return value if isinstance(value, np.ndarray) else value.detach()
-
-
-def _blocks(path: str, nbytes: int) -> Iterator[Any]:
-    """Yield the bytes of a file block by block, while the next blocks are being read."""
-    size, count = BLOCK_BYTES, 4
-    stages = [empty(min(size, max(nbytes, 1)), np.uint8) for _ in range(count)]
-    handle = default_handle()
-    requests: list[Any] = []
-    with File(path) as file:
-        places = range(0, nbytes, size)
-
-        def begin(index: int) -> None:
-            low = places[index]
-            view = stages[index % count][: min(size, nbytes - low)]
-            requests.append(handle.submit_read(view, file, low))
-
-        try:
-            for index in range(min(count, len(places))):
-                begin(index)
-            for index, low in enumerate(places):
-                requests[index].wait()
-                yield stages[index % count][: min(size, nbytes - low)]
-                if index + count < len(places):
-                    begin(index + count)
-        finally:
-            for request in requests:
-                request.exception()

@@ -1,5 +1,6 @@
 """Plan, write and sync the files of a checkpoint."""
 
+import functools
 import json
 import os
 import time
@@ -9,39 +10,35 @@ from typing import Any
 
 import numpy as np
 
+from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
 from nvmeio._memory.available import require_available
 from nvmeio._memory.deferred import Deferred
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
-from nvmeio._native.handle import Handle
 from nvmeio._native.region import Region
-from nvmeio._native.request import Request
 from nvmeio._publish.folders import Unfinished
+from nvmeio._safetensors.header import Tensor, build
+from nvmeio._safetensors.writing import check_size, parts_of
+from nvmeio._streams.writing import Bytes, reserve, write, write_image
+from nvmeio._tensors.dtypes import torch_module
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
-    MANIFEST,
-    TENSORS,
     TREE,
     TREE_BYTES_MAX,
     Checksums,
     Manifest,
     Record,
 )
-from nvmeio.checkpoint._stored import Stored, contents, store
+from nvmeio.checkpoint._stored import Stored, store
 from nvmeio.checkpoint._tree import encode, path_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._dtypes import torch_module
-from nvmeio.safetensors._header import build
-from nvmeio.safetensors._writing import Bytes, parts_of, reserve, write
 
 __all__ = ["Plan", "Staging"]
 
 Check = Callable[[], bool]
-
-# How many blocks of a staged state are written at once.
-IN_FLIGHT = 4
 
 
 class Plan:
@@ -65,10 +62,7 @@ class Plan:
         tensors = [(each.name, each.dtype, each.shape) for each in stored]
         # On page boundaries, so that tensors of whole pages need no copies of their ends.
         self.header, self.layout = build(tensors, {"format": "pt"}, align=4096)
-        by_name = {each.name: each for each in stored}
-        self.stored: list[Stored] = [
-            by_name[each.name] for each in self.layout.tensors if each.end > each.begin
-        ]
+        self.stored: dict[str, Stored] = {each.name: each for each in stored}
         self.total = self.layout.data_start + self.layout.data_bytes
         text = {"format": FORMAT, "step": step, "metadata": said, "state": tree}
         self.tree = json.dumps(text, allow_nan=False).encode() + b"\n"
@@ -80,13 +74,13 @@ class Plan:
     def stage(self, staging: "Staging") -> None:
         """Copy the state into an image of the file, so that the caller may change it."""
         image = staging.memory(self.total)
-        begins = [each.begin for each in self.layout.tensors if each.end > each.begin]
         image[: len(self.header)] = np.frombuffer(self.header, np.uint8)
-        for stored, begin in zip(self.stored, begins, strict=True):
-            low = self.layout.data_start + begin
-            _copy(stored, image[low:])
+        data = image[self.layout.data_start :]
+        for each in self.layout.tensors:
+            if each.end > each.begin:
+                _copy(self.stored[each.name].value, data[each.begin : each.end], each)
         self.image = image
-        self.stored, self.state = [], None
+        self.stored, self.state = {}, None
 
     def write(
         self, folder: Unfinished, stopped: Check, copied: Callable[[], object]
@@ -114,10 +108,14 @@ class Plan:
             file.truncate(self.total)
             with naming(folder.target):
                 if self.image is None:
-                    parts = parts_of(self.header, [contents(each) for each in self.stored])
+                    contents = {
+                        name: functools.partial(bytes_of, each.value)
+                        for name, each in self.stored.items()
+                    }
+                    parts = parts_of(self.header, self.layout, contents)
                     write(handle, file, parts, self.total, None, seen_or_stopped)
                 else:
-                    _write_image(handle, file, self.image, seen_or_stopped)
+                    write_image(handle, file, self.image, seen_or_stopped)
                 handle.fsync(file)
                 # If this fails, bytes may be missing.
                 file.close()
@@ -135,32 +133,11 @@ class Plan:
         return Record(len(text), seen.sums())
 
 
-def _write_image(
-    handle: Handle, file: File, image: Bytes, seen: Callable[[Bytes], object]
-) -> None:
-    """Write an image of the file, and pass each block to `seen` while it is written."""
-    requests: list[Request] = []
-    try:
-        for low in range(0, len(image), BLOCK_BYTES):
-            block = image[low : low + BLOCK_BYTES]
-            if len(requests) >= IN_FLIGHT:
-                requests[len(requests) - IN_FLIGHT].wait()
-            requests.append(handle.submit_write(block, file, low))
-            seen(block)
-        for request in requests:
-            request.wait()
-    finally:
-        # Also after an error, because the next save uses this memory again.
-        for request in requests:
-            request.exception()
-
-
-def _copy(stored: Stored, target: Bytes) -> None:
+def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:
     """Copy the bytes of a tensor or an array, in C order."""
-    value = stored.value
     if isinstance(value, Deferred):
         value = value.load()
-    target = target[: value.nbytes]
+    check_size(value.nbytes, tensor)
     if not isinstance(value, np.ndarray):
         torch = torch_module()
         value = value.detach()

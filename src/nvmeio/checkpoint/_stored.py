@@ -6,31 +6,32 @@ become views of that.  A view that shares memory with no other part of the state
 alone, with only its own elements.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
+from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.sharing import (
+    MemoryAt,
+    Place,
+    is_array,
+    itemsize_of,
+    place_of,
+    sharing,
+    start_of,
+)
 from nvmeio.checkpoint._tree import Leaf, name_of, path_of
-from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_shape, numpy_dtype
-from nvmeio.safetensors._errors import SafetensorError
 
-__all__ = ["PAIRS", "Stored", "bytes_of", "contents", "store"]
-
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["PAIRS", "Stored", "store"]
 
 # Dtypes that the format lacks, stored as pairs of these.
 PAIRS = {"complex128": "F64", "complex32": "F16"}
-
-# Before numpy 1.25 it is in numpy itself.
-_TooHardError = getattr(np, "exceptions", np).TooHardError
-
-# The limit of numpy's search for an element that two strided views share.
-_WORK_MAX: Any = 100_000
 
 
 class Stored(NamedTuple):
@@ -40,17 +41,6 @@ class Stored(NamedTuple):
     dtype: str  # as the header has it
     shape: tuple[int, ...]
     value: Any  # a tensor or an array; its bytes in C order are the file's
-
-
-class _Place(NamedTuple):
-    """The memory of a leaf."""
-
-    device: str
-    low: int
-    high: int
-    dense: bool  # covers every byte from low to high, in C order
-    strides: tuple[int, ...]  # in bytes
-    leaf: Leaf
 
 
 def store(leaves: Sequence[Leaf]) -> list[Stored]:
@@ -63,10 +53,10 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
         _check(leaf)
     namer = _Namer()
     found: list[Stored] = []
-    places = [_place(leaf) for leaf in here]
+    places = [place_of(leaf.value, leaf) for leaf in here]
     alone = [leaf for leaf in leaves if isinstance(leaf.value, Deferred)]
     alone += [place.leaf for place in places if place.low == place.high]
-    for group in _sharing([place for place in places if place.low < place.high]):
+    for group in sharing([place for place in places if place.low < place.high]):
         if len(group) == 1 and not _is_expanded(group[0]):
             alone.append(group[0].leaf)
         else:
@@ -75,22 +65,19 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
     return found
 
 
-def _is_expanded(place: _Place) -> bool:
+def _is_expanded(place: Place) -> bool:
     """Return whether several elements of a leaf share memory."""
-    value = place.leaf.value
+    value = place.value
     return (
-        int(np.prod(value.shape, dtype=object)) * _itemsize(value) > place.high - place.low
+        int(np.prod(value.shape, dtype=object)) * itemsize_of(value)
+        > place.high - place.low
     )
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)
 
 
 def _check(leaf: Leaf) -> None:
     """Raise TypeError for a leaf that is not a plain tensor or array in memory."""
     value, where = leaf.value, path_of(leaf.path)
-    problem = _array_problem(value) if _is_array(value) else _tensor_problem(value)
+    problem = _array_problem(value) if is_array(value) else _tensor_problem(value)
     if problem:
         raise TypeError(f"{where} cannot be saved: {problem}")
 
@@ -132,16 +119,8 @@ def _tensor_problem(tensor: Any) -> str:
         )
     if kind not in (torch.Tensor, torch.nn.Parameter):
         return f"it is a {kind.__module__}.{kind.__qualname__}; pass a plain tensor"
-    if torch.nn.parameter.is_lazy(tensor):
-        return "it is lazy and not initialized yet; run a forward pass first"
-    if tensor.is_nested:
-        return "it is nested; pass its values() and offsets()"
-    if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}; pass its to_dense(), or its components"
-    if tensor.is_quantized:
-        return f"it is quantized ({tensor.dtype}); pass its int_repr()"
-    if tensor.is_meta:
-        return "it is on the meta device and has no data"
+    if problem := content_problem(tensor):
+        return problem
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in FORMAT_NAMES and name not in PAIRS:
         return f"its dtype, {tensor.dtype}, is not one of safetensors"
@@ -159,87 +138,7 @@ def _tensor_problem(tensor: Any) -> str:
     return ""
 
 
-def _place(leaf: Leaf) -> _Place:
-    """Return the range of memory of a leaf's elements."""
-    value = leaf.value
-    if _is_array(value):
-        device, address, itemsize = "cpu", _start(value), value.itemsize
-        strides, shape = value.strides, value.shape
-        dense = value.flags.c_contiguous
-    else:
-        value = value.detach()
-        itemsize = value.element_size()
-        device, address = str(value.device), _start(value)
-        strides = tuple(stride * itemsize for stride in value.stride())
-        shape = tuple(value.shape)
-        dense = value.is_contiguous() and not (value.is_conj() or value.is_neg())
-    if 0 in shape or not itemsize:
-        return _Place(device, address, address, True, strides, leaf)
-    reach = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
-    low = address + sum(each for each in reach if each < 0)
-    high = address + sum(each for each in reach if each > 0) + itemsize
-    return _Place(device, low, high, dense, strides, leaf)
-
-
-def _sharing(places: list[_Place]) -> Iterator[list[_Place]]:
-    """Yield groups of leaves that share memory, directly or through others."""
-    parents = list(range(len(places)))
-
-    def root(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = parents[parents[index]]
-            index = parents[index]
-        return index
-
-    order = sorted(range(len(places)), key=lambda i: (places[i].device, places[i].low))
-    open_: list[int] = []
-    for index in order:
-        place = places[index]
-        open_ = [
-            other
-            for other in open_
-            if places[other].device == place.device and places[other].high > place.low
-        ]
-        for other in open_:
-            if root(other) != root(index) and _overlap(places[other], place):
-                parents[root(other)] = root(index)
-        # Among dense leaves of the same range, one is enough to compare others with.
-        if not any(_alike(places[other], place) for other in open_):
-            open_.append(index)
-    groups: dict[int, list[_Place]] = {}
-    for index, place in enumerate(places):
-        groups.setdefault(root(index), []).append(place)
-    yield from groups.values()
-
-
-def _alike(one: _Place, other: _Place) -> bool:
-    return (one.low, one.high, one.dense) == (other.low, other.high, True)
-
-
-def _overlap(one: _Place, other: _Place) -> bool:
-    """Return whether two leaves with overlapping ranges share a byte."""
-    if one.dense and other.dense:
-        return True
-    try:
-        return bool(np.shares_memory(_shadow(one), _shadow(other), max_work=_WORK_MAX))
-    except _TooHardError:
-        return True
-
-
-def _shadow(place: _Place) -> npt.NDArray[Any]:
-    """Return an array of the same addresses; do not read it: it may be device memory."""
-    value = place.leaf.value
-    # Reversing a dimension does not change which bytes are covered.
-    strides = tuple(map(abs, place.strides))
-    shape, itemsize = tuple(value.shape), _itemsize(value)
-    return np.asarray(_Memory(place.low, shape, f"|V{itemsize}", value, strides))
-
-
-def _itemsize(value: Any) -> int:
-    return int(value.itemsize if _is_array(value) else value.element_size())
-
-
-def _shared(group: list[_Place], namer: "_Namer") -> Stored:
+def _shared(group: list[Place], namer: "_Namer") -> Stored:
     """Store the memory of several leaves once."""
     low, high = min(each.low for each in group), max(each.high for each in group)
     whole = next(
@@ -258,48 +157,41 @@ def _shared(group: list[_Place], namer: "_Namer") -> Stored:
         if each is whole:
             continue
         _describe(each.leaf, stored.name)
-        node, value = each.leaf.node, each.leaf.value
+        node, value = each.leaf.node, each.value
         if whole is not None and _same(each, whole):
             for word in ("dtype", "shape"):
                 if word in whole.leaf.node:
                     node[word] = whole.leaf.node[word]
             continue
         strides = list(each.strides)
-        node["view"] = {"offset": _start(value) - low, "strides": strides}
+        node["view"] = {"offset": start_of(value) - low, "strides": strides}
         _name_dtype(node, value)
         node["shape"] = list(value.shape)
-        lazy = () if _is_array(value) else ("conj", "neg")
+        lazy = () if is_array(value) else ("conj", "neg")
         for word in lazy:
             if getattr(value, f"is_{word}")():
                 node["view"][word] = True
     return stored
 
 
-def _start(value: Any) -> int:
-    """Return the address of the first element."""
-    found: int
-    found = value.__array_interface__["data"][0] if _is_array(value) else value.data_ptr()
-    return found
-
-
 def _is_at_a_multiple(leaf: Leaf, low: int) -> bool:
     """Return whether a leaf's offset from `low` is one that its framework allows."""
     value = leaf.value
-    return _is_array(value) or (_start(value) - low) % _itemsize(value) == 0
+    return is_array(value) or (start_of(value) - low) % itemsize_of(value) == 0
 
 
-def _aligned(low: int, group: list[_Place]) -> int:
+def _aligned(low: int, group: list[Place]) -> int:
     """Return an address, `low` or less, at which the stored memory is to begin.
 
     Each tensor must have an offset from it that is a multiple of its element size, because
     torch supports no others.
     """
-    tensors = [each.leaf for each in group if not _is_array(each.leaf.value)]
+    tensors = [each.leaf for each in group if not is_array(each.value)]
     if not tensors:
         return low
-    largest = max(tensors, key=lambda leaf: _itemsize(leaf.value))
+    largest = max(tensors, key=lambda leaf: itemsize_of(leaf.value))
     # It must be in the page of `low`, because the page before may not be mapped.
-    found = low - (low - _start(largest.value)) % _itemsize(largest.value)
+    found = low - (low - start_of(largest.value)) % itemsize_of(largest.value)
     for leaf in tensors:
         if found // 4096 != low // 4096 or not _is_at_a_multiple(leaf, found):
             raise TypeError(
@@ -310,9 +202,9 @@ def _aligned(low: int, group: list[_Place]) -> int:
     return found
 
 
-def _same(one: _Place, other: _Place) -> bool:
+def _same(one: Place, other: Place) -> bool:
     """Return whether two leaves are the same elements, with the same shape and dtype."""
-    first, second = one.leaf.value, other.leaf.value
+    first, second = one.value, other.value
     return (
         one.dense
         and (one.low, one.high) == (other.low, other.high)
@@ -323,45 +215,24 @@ def _same(one: _Place, other: _Place) -> bool:
 
 def _dtype_name(value: Any) -> str:
     """Return the name of a dtype that numpy and torch share, else numpy's own."""
-    if not _is_array(value):
+    if not is_array(value):
         return str(value.dtype).removeprefix("torch.")
     name: str = value.dtype.name
     known = name in FORMAT_NAMES or name in PAIRS
     return name if known and value.dtype.isnative else value.dtype.str
 
 
-def _bytes_between(place: _Place, low: int, high: int) -> Any:
+def _bytes_between(place: Place, low: int, high: int) -> Any:
     """Return memory as an array or a tensor of bytes that keeps its owner alive."""
-    value = place.leaf.value
+    value = place.value
     if place.device == "cpu":
         # By address, because the leaves may be several torch storages over one array.
-        return np.asarray(_Memory(low, (high - low,), "|u1", value))
+        return np.asarray(MemoryAt(low, (high - low,), "|u1", value))
     torch = sys.modules["torch"]
     storage = value.detach().untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
     begin = low - storage.data_ptr()
     return flat[begin : begin + high - low]
-
-
-class _Memory:
-    """Memory at an address, as numpy's array interface, which keeps its owner alive."""
-
-    def __init__(
-        self,
-        address: int,
-        shape: tuple[int, ...],
-        elements: str,
-        owner: Any,
-        strides: tuple[int, ...] | None = None,
-    ) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "typestr": elements,
-            "shape": shape,
-            "strides": strides,
-        }
 
 
 def _alone(leaf: Leaf, namer: "_Namer") -> Stored:
@@ -386,7 +257,7 @@ def _key(node: dict[str, Any]) -> str:
 
 def _name_dtype(node: dict[str, Any], value: Any) -> None:
     """Add the dtype to a node, where the header has another one."""
-    if _is_array(value) and value.dtype.names is not None:
+    if is_array(value) and value.dtype.names is not None:
         node["dtype"] = np.lib.format.dtype_to_descr(value.dtype)
     else:
         node["dtype"] = _dtype_name(value)
@@ -395,7 +266,7 @@ def _name_dtype(node: dict[str, Any], value: Any) -> None:
 def _describe(leaf: Leaf, name: str) -> None:
     """Fill a node with its stored tensor's name, and with flags that the header lacks."""
     node, value = leaf.node, leaf.value
-    if _is_array(value):
+    if is_array(value):
         node["array"] = name
         return
     node["tensor"] = name
@@ -427,20 +298,3 @@ class _Namer:
             unique = f"{name}~{count}"
         self.taken.add(unique)
         return unique
-
-
-def contents(stored: Stored) -> Callable[[], Bytes]:
-    """Return a function that returns a tensor's bytes, to be called when its turn comes."""
-    return functools.partial(bytes_of, stored.value)
-
-
-def bytes_of(value: Any) -> Bytes:
-    """Return the bytes of a tensor or an array, in C order."""
-    if isinstance(value, Deferred):
-        value = value.load()
-    if _is_array(value):
-        flat = np.ascontiguousarray(value).reshape(-1)
-        return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-    from nvmeio.safetensors.torch import _bytes_of
-
-    return _bytes_of(value)

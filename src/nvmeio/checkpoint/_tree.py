@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nvmeio._memory.deferred import Deferred, DeferredState
+from nvmeio._tensors.dtypes import torch_module
 from nvmeio.checkpoint._errors import CheckpointError
 
 __all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of", "plain"]
@@ -307,8 +308,6 @@ class _Decoder:
         extents = self._list(content, path, wanted)
         if not all(type(extent) is int and 0 <= extent < 1 << 63 for extent in extents):
             raise self._wrong(path, "is not a valid torch.Size")
-        from nvmeio.safetensors._dtypes import torch_module
-
         return torch_module().Size(extents)
 
     def _dict(self, content: Any, path: Path, wanted: _Names | None) -> dict[str, Any]:
@@ -358,8 +357,6 @@ class _Decoder:
         return base64.b64decode(content, validate=True)
 
     def _torch_dtype(self, content: Any) -> Any:
-        from nvmeio.safetensors._dtypes import torch_module
-
         torch = torch_module()
         found = getattr(torch, content)
         if not isinstance(found, torch.dtype):
@@ -367,8 +364,6 @@ class _Decoder:
         return found
 
     def _torch_device(self, content: Any) -> Any:
-        from nvmeio.safetensors._dtypes import torch_module
-
         if not isinstance(content, str):
             raise ValueError
         return torch_module().device(content)

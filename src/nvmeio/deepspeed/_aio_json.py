@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio._arguments.checks import flag, whole
+from nvmeio._arguments.json_texts import unique
 from nvmeio._config.constants import LIMITS
 from nvmeio._files.paths import resolved, synced_folder
 from nvmeio._publish.files import file_in_place_of
@@ -246,7 +247,7 @@ def _parsed(text: str, allow_comments: bool) -> Any:
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        return json.loads(text, object_pairs_hook=_without_repetition)
+        return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         if not allow_comments:
             raise ValueError(f"only plain JSON can be rewritten: {error}") from error
@@ -256,14 +257,4 @@ def _parsed(text: str, allow_comments: bool) -> Any:
         hjson = importlib.import_module("hjson")
     except ModuleNotFoundError:
         raise ValueError(f"{problem}; for comments, install hjson") from problem
-    return hjson.loads(text, object_pairs_hook=_without_repetition)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of an object's pairs; refuse duplicate keys, which would be lost."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = {key for key in keys if keys.count(key) > 1}
-        raise ValueError(f"duplicate keys: {_listed(twice)}")
-    return content
+    return hjson.loads(text, object_pairs_hook=unique)

@@ -5,7 +5,7 @@ the modules of the safetensors package, so changing an import is enough.  ``inst
 makes programs that import safetensors use nvmeio, without changes to them.
 """
 
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._tensors.errors import SafetensorError
 from nvmeio.safetensors._install import Installation, install, uninstall
 from nvmeio.safetensors._open import TensorSlice, _safe_open_handle, safe_open
 from nvmeio.safetensors._sharded import load_sharded, save_sharded

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
-from nvmeio.safetensors import _open, _writing
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._safetensors.writing import replacing_links
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio.safetensors import _open
 
 __all__ = ["Installation", "follow_import", "install", "uninstall"]
 
@@ -323,7 +324,7 @@ def _replacing_links(save: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(save)
     def replacing(*args: Any, **options: Any) -> None:
-        with _writing.replacing_links():
+        with replacing_links():
             save(*args, **options)
 
     return replacing

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._events.forks import call_in_child
-from nvmeio.safetensors._dtypes import BITS
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
-from nvmeio.safetensors._frameworks import Framework, framework_of
-from nvmeio.safetensors._header import Layout, Tensor
-from nvmeio.safetensors._loading import Loading, Wanted, load, look_up, wanted
-from nvmeio.safetensors._slices import plan
+from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
+from nvmeio._safetensors.header import FileLayout, Tensor
+from nvmeio._safetensors.loading import Loading, Wanted, load, look_up, wanted
+from nvmeio._tensors.dtypes import BITS
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework, framework_of
+from nvmeio._tensors.slices import plan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -163,15 +163,15 @@ class safe_open:  # noqa: N801
         self._last, self._in_order, self._asked = -1, 0, -1
         self._run, self._window = IN_ORDER, WINDOW_BYTES
 
-    def _opened(self) -> ModelFile:
+    def _require_open(self) -> ModelFile:
         file = self._file
         if file is None:
             raise SafetensorError("File is closed")
         return file
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> FileLayout:
         """Return the layout of the file; dcp uses it."""
-        return self._opened().layout
+        return self._require_open().layout
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted.
@@ -186,7 +186,7 @@ class safe_open:  # noqa: N801
         SafetensorError
             The file is closed.
         """
-        return self._opened().layout.names
+        return self._require_open().layout.names
 
     def offset_keys(self) -> list[str]:
         """Return the names of the tensors, in the order of the file.
@@ -209,7 +209,7 @@ class safe_open:  # noqa: N801
         ...     file.keys(), file.offset_keys()
         (['a', 'b'], ['b', 'a'])
         """
-        return [tensor.name for tensor in self._opened().layout.tensors]
+        return [tensor.name for tensor in self._require_open().layout.tensors]
 
     def metadata(self) -> dict[str, str] | None:
         """Return the metadata of the file.
@@ -232,7 +232,7 @@ class safe_open:  # noqa: N801
         ...     file.metadata()
         {'format': 'np'}
         """
-        kept = self._opened().layout.metadata
+        kept = self._require_open().layout.metadata
         return None if kept is None else dict(kept)
 
     def get_tensor(self, name: str) -> Any:
@@ -267,7 +267,7 @@ class safe_open:  # noqa: N801
         ...     file.get_tensor("bias")
         array([1., 1., 1.])
         """
-        file = self._opened()
+        file = self._require_open()
         _require_name(name)
         (each,) = wanted(file, [name], self._framework)
         return self._whole(file, each)
@@ -375,7 +375,7 @@ class safe_open:  # noqa: N801
         ...     file.get_tensors()
         {'bias': array([1., 1., 1.])}
         """
-        return load(wanted(self._opened(), None, self._framework), self._framework)
+        return load(wanted(self._require_open(), None, self._framework), self._framework)
 
     def get_slice(self, name: str) -> "TensorSlice":
         """Return an object that reads part of a tensor when it is indexed.
@@ -395,7 +395,7 @@ class safe_open:  # noqa: N801
         SafetensorError
             The file has no such tensor, or is closed.
         """
-        file = self._opened()
+        file = self._require_open()
         _require_name(name)
         return TensorSlice(self, file, look_up(file, name))
 
@@ -433,7 +433,7 @@ class safe_open:  # noqa: N801
         >>> found["weight"], found["bias"]
         (array([1, 5, 9]), array([0., 0., 0., 0.]))
         """
-        file = self._opened()
+        file = self._require_open()
         if not isinstance(indices, Mapping):
             raise TypeError(
                 f"indices is {shown(indices)}; it must be a dict from names to indices, or "

@@ -12,19 +12,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nvmeio._arguments.checks import flag, integer, path_of, shown
+from nvmeio._arguments.checks import flag, path_of, shown
+from nvmeio._arguments.json_texts import parse_json
+from nvmeio._arguments.units import size_of
 from nvmeio._files.folders import make_folders
+from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.paths import synced_folder
 from nvmeio._publish.files import replace_file
-from nvmeio.safetensors._dtypes import torch_module
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
-from nvmeio.safetensors._frameworks import framework_of
-from nvmeio.safetensors._header import build
-from nvmeio.safetensors._loading import Wanted, load
+from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
+from nvmeio._safetensors.header import build
+from nvmeio._safetensors.loading import Wanted, load
+from nvmeio._safetensors.writing import saving
+from nvmeio._streams.progress import Progress, check_progress
+from nvmeio._tensors.dtypes import torch_module
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import framework_of
 from nvmeio.safetensors._open import rules_of, selected
-from nvmeio.safetensors._reading import Progress, check_progress
-from nvmeio.safetensors._writing import saving
 
 __all__ = ["load_sharded", "save_sharded"]
 
@@ -35,10 +38,7 @@ FILES_MAX = 128
 # The limit of a header; an index has less about each tensor than a header.
 INDEX_BYTES_MAX = 100_000_000
 
-INDEX_END = ".safetensors.index.json"
 INDEX_NAME = f"model{INDEX_END}"
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def load_sharded(
@@ -148,7 +148,7 @@ def load_sharded(
         # They are not all open at once, so check all of them before any is read.
         total = 0
         for path in paths:
-            with _opened(path, direct) as file:
+            with _file_at(path, direct) as file:
                 total += sum(each.nbytes for each in choose(path, file))
     found: dict[str, Any] = {}
     before, report = 0, progress
@@ -156,7 +156,7 @@ def load_sharded(
         with ExitStack() as stack:
             chosen = []
             for path in paths[low : low + FILES_MAX]:
-                chosen += choose(path, stack.enter_context(_opened(path, direct, mapped)))
+                chosen += choose(path, stack.enter_context(_file_at(path, direct, mapped)))
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:
@@ -168,7 +168,7 @@ def load_sharded(
 
 
 @contextlib.contextmanager
-def _opened(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
+def _file_at(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
     with _naming(path):
         file = ModelFile(path, direct, mapped)
     try:
@@ -211,7 +211,7 @@ def _places(path: str) -> dict[str, str]:
 
 def _only(path: str) -> dict[str, str]:
     """Return the path of each tensor of a model in a single file."""
-    with _opened(path, False) as file:
+    with _file_at(path, False) as file:
         return dict.fromkeys(file.layout.by_name, path)
 
 
@@ -224,7 +224,7 @@ def _index(path: str) -> dict[str, str]:
                 f"{INDEX_BYTES_MAX} is the limit"
             )
         try:
-            places = json.load(file)["weight_map"]
+            places = parse_json(file.read())["weight_map"]
             items = list(places.items())
         except UnicodeDecodeError:
             raise SafetensorError(
@@ -274,8 +274,9 @@ def save_sharded(
     folder : str or os.PathLike
         The folder to write to; created if it does not exist.
     max_shard_size : int or str, default "50GB"
-        The largest size of the tensors in a file: bytes, or a text such as "5GB" (5*10**9)
-        or "4GiB" (4*2**30).  A larger tensor gets a file of its own.
+        The largest size of the tensors in a file: bytes, or a text such as "4GiB" or "4G"
+        (4*2**30).  As in Hugging Face's libraries, "5GB" is decimal (5*10**9); everywhere
+        else in nvmeio it is binary.  A larger tensor gets a file of its own.
     metadata : dict of str to str, optional
         Metadata for every file; by default ``{"format": "pt"}`` or ``{"format": "np"}``.
     align, sync, progress
@@ -306,7 +307,9 @@ def save_sharded(
     >>> files[0], files[-1]
     ('model-00001-of-00002.safetensors', 'model.safetensors.index.json')
     """
-    limit, sync = _size(max_shard_size), flag("sync", sync)
+    # Hugging Face's libraries document "5GB" as 5 * 10**9 bytes.
+    limit = size_of("max_shard_size", max_shard_size, 1, decimal=True)
+    sync = flag("sync", sync)
     check_progress(progress)
     arrays = [isinstance(tensor, np.ndarray) for tensor in tensors.values()]
     kind: Any
@@ -382,27 +385,6 @@ def _require_descriptors(files: int, folder: str) -> None:
         words += f", but {free} are free (ulimit -n is {limit}); raise it, or use larger "
         words += "files (max_shard_size)"
         raise OSError(errno.EMFILE, words, folder)
-
-
-def _size(text: int | str) -> int:
-    """Return `max_shard_size` in bytes."""
-    found = (
-        re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text.strip(), re.I | re.A)
-        if isinstance(text, str)
-        else None
-    )
-    nbytes = 0
-    if found:
-        with contextlib.suppress(OverflowError):
-            nbytes = int(float(found[1]) * UNITS[(found[2] or "").upper()])
-    if not isinstance(text, str):
-        nbytes = integer("max_shard_size", text)
-    if nbytes < 1:
-        raise ValueError(
-            f"max_shard_size is {text!r}; it must be a number of bytes, such as "
-            '5000000000, "5GB" or "4GiB"'
-        )
-    return nbytes
 
 
 def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:

@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from nvmeio.safetensors._dtypes import header_dtype, header_shape
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._header import (
+from nvmeio._safetensors.header import (
     LENGTH_BYTES,
     RefusedError,
     check_size,
     header_bytes,
     parse,
 )
-from nvmeio.safetensors._writing import Bytes, Source, pack, save
+from nvmeio._safetensors.writing import Source, pack, save
+from nvmeio._streams.writing import Bytes
+from nvmeio._tensors.dtypes import header_dtype, header_shape
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
 

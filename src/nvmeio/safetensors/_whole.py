@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nvmeio._arguments.checks import shown
-from nvmeio.safetensors._file import Direct, Mapped, ModelFile, mapped_choice
-from nvmeio.safetensors._frameworks import Framework
-from nvmeio.safetensors._loading import load, wanted
-from nvmeio.safetensors._reading import Progress, check_progress
+from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
+from nvmeio._safetensors.loading import load, wanted
+from nvmeio._streams.progress import Progress, check_progress
+from nvmeio._tensors.frameworks import Framework
 
 __all__ = ["load_file"]
 

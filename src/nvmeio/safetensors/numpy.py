@@ -14,15 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import refuse_masked
-from nvmeio.safetensors._dtypes import header_dtype, numpy_dtype
-from nvmeio.safetensors._file import Direct, Mapped
-from nvmeio.safetensors._frameworks import NumPy
+from nvmeio._safetensors.file import Direct, Mapped
+from nvmeio._safetensors.writing import Source, pack
+from nvmeio._safetensors.writing import save as _save
+from nvmeio._streams.progress import Progress
+from nvmeio._streams.writing import Bytes
+from nvmeio._tensors.dtypes import header_dtype, numpy_dtype
+from nvmeio._tensors.frameworks import NumPy
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.safetensors._open import check_backend, safe_open
-from nvmeio.safetensors._reading import Progress
 from nvmeio.safetensors._specs import TensorSpec, deserialize, serialize, serialize_file
 from nvmeio.safetensors._whole import load_file as _load_file
-from nvmeio.safetensors._writing import Bytes, Source, pack
-from nvmeio.safetensors._writing import save as _save
 
 __all__ = [
     "TensorSpec",
@@ -83,7 +85,7 @@ def _sources(tensor_dict: Mapping[str, Array]) -> list[Source]:
     def contents(tensor: Array) -> Bytes:
         if not _is_little_endian(tensor):
             tensor = tensor.astype(tensor.dtype.newbyteorder("<"))
-        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        return bytes_of(np.asarray(tensor))
 
     return [
         Source(

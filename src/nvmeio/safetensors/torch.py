@@ -9,14 +9,16 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_dtype, header_shape
-from nvmeio.safetensors._file import Direct, Mapped
-from nvmeio.safetensors._frameworks import Torch
+from nvmeio._safetensors.file import Direct, Mapped
+from nvmeio._safetensors.writing import Source, pack
+from nvmeio._safetensors.writing import save as _save
+from nvmeio._streams.progress import Progress
+from nvmeio._tensors.dtypes import FORMAT_NAMES, header_dtype, header_shape
+from nvmeio._tensors.frameworks import Torch
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.safetensors._open import check_backend, safe_open
-from nvmeio.safetensors._reading import Progress
 from nvmeio.safetensors._sharing import (
     _find_shared_tensors,
     _remove_duplicate_names,
@@ -25,8 +27,6 @@ from nvmeio.safetensors._sharing import (
 )
 from nvmeio.safetensors._specs import TensorSpec, deserialize, serialize, serialize_file
 from nvmeio.safetensors._whole import load_file as _load_file
-from nvmeio.safetensors._writing import Bytes, Source, pack
-from nvmeio.safetensors._writing import save as _save
 
 __all__ = [
     "TensorSpec",
@@ -73,17 +73,6 @@ def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, tor
     return made
 
 
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a dense tensor; one on a device is copied to host memory."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    if tensor.numel() == 0:
-        return np.empty(0, np.uint8)
-    # As view() would refuse a dimension of size 1 with an unusual stride.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    found: Bytes = flat.view(torch.uint8).numpy()
-    return found
-
-
 def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
     """Return the tensors to write, or raise the error of safetensors."""
     _evaluate_tensors_for_save(tensors)
@@ -101,7 +90,7 @@ def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         dtype = header_dtype(str(tensor.dtype).removeprefix("torch."))
         shape = header_shape(dtype, tuple(tensor.shape))
-        found.append(Source(name, dtype, shape, functools.partial(_bytes_of, tensor)))
+        found.append(Source(name, dtype, shape, functools.partial(bytes_of, tensor)))
     return found
 
 

@@ -13,6 +13,7 @@ from nvmeio._memory.registry import Export
 from nvmeio._memory.strides import check_sizes, may_overlap
 from nvmeio._native import pool
 from nvmeio._native.pool import pool_memory
+from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor
 from nvmeio.torch._pool import announce, tensor_in
@@ -79,23 +80,8 @@ def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
 
 def _check_kind(tensor: torch.Tensor) -> None:
     """Raise TypeError for tensors whose contents are not a plain array."""
-    if torch.nn.parameter.is_lazy(tensor):
-        problem = "it is not initialized yet; run the module once or materialize() it"
-    elif tensor.is_nested:
-        problem = "it is nested; pass its values() and offsets()"
-    elif tensor.layout != torch.strided:
-        problem = f"its layout is {tensor.layout}; pass its to_dense(), or its components"
-    elif isinstance(tensor, torch.masked.MaskedTensor):
-        problem = "it is masked, and its mask would be lost; pass its get_data()"
-    elif tensor.is_quantized:
-        problem = f"it is quantized ({tensor.dtype}); pass its int_repr()"
-    elif type(tensor).__name__ == "FakeTensor":
-        problem = "it is a FakeTensor and has no data"
-    elif tensor.device.type == "meta":
-        problem = "it is on the meta device and has no data; pass its to_empty()"
-    else:
-        return
-    raise TypeError(f"cannot transfer the tensor: {problem}")
+    if problem := content_problem(tensor):
+        raise TypeError(f"cannot transfer the tensor: {problem}")
 
 
 def _check_destination(tensor: torch.Tensor) -> None:

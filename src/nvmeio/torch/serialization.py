@@ -14,7 +14,7 @@ import torch
 
 from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._arguments.types import Path
-from nvmeio._files.archives import bytes_of
+from nvmeio._files.archives import content_of
 from nvmeio._files.descriptors import cut
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
@@ -259,7 +259,7 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             found = {entry.filename.partition("/")[2]: entry for entry in entries}
             order = found.get("byteorder")
-            same = order is None or bytes_of(again, order).decode() == sys.byteorder
+            same = order is None or content_of(again, order).decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
     # Only files of TorchScript have constants.pkl.

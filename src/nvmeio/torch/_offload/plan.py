@@ -22,9 +22,9 @@ from nvmeio._native.file import File
 __all__ = [
     "BUFFERS",
     "Budget",
-    "Layout",
     "Piece",
     "Segment",
+    "StateLayout",
     "Window",
     "flat",
     "is_dense",
@@ -89,7 +89,7 @@ class Budget(NamedTuple):
         return (BUFFERS + 1) * states + self.copies * temporary <= self.memory
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The dtype, shape and strides that a state had when it was written."""
 
     dtype: torch.dtype
@@ -116,7 +116,7 @@ class Piece:
         self._segment: weakref.ref[Segment]
         self.slot = 0  # the offset of the slot in its segment
         self.row = 0  # the index in the segment's table
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, StateLayout] = {}
 
     @property
     def segment(self) -> "Segment":

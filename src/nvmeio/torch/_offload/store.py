@@ -6,7 +6,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,14 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
-from nvmeio.safetensors._writing import reserve
+from nvmeio._streams.pending import Pending, abandon
+from nvmeio._streams.writing import reserve
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.plan import (
     BUFFERS,
-    Layout,
     Piece,
     Segment,
+    StateLayout,
     Window,
     flat,
     is_dense,
@@ -44,7 +44,7 @@ Item = tuple[Any, File, int]
 # A piece, and its part of each state, by name.
 Part = tuple[Piece, Mapping[str, torch.Tensor]]
 # Returns the memory of a piece's state in the window that is in memory.
-View = Callable[[Piece, str, Layout], torch.Tensor]
+View = Callable[[Piece, str, StateLayout], torch.Tensor]
 
 
 class Store:
@@ -178,11 +178,7 @@ class Store:
             # Do not use the ring's memory again: after Ctrl-C there may be a request that
             # is not in the list, and a second Ctrl-C would end the waiting.
             self._ring = []
-            for request in requests:
-                request.cancel()
-            for request in requests:
-                with contextlib.suppress(CancelledError):
-                    request.exception()
+            abandon(requests)
             raise
 
     def _memory(self, nbytes: int, count: int) -> list[torch.Tensor]:
@@ -333,15 +329,14 @@ class Store:
 
     def put(self, parts: Iterable[Part]) -> None:
         """Write states; each part has all states of its piece."""
-        flying: list[tuple[Request, int]] = []
-        requests: list[Request] = []
         touched: dict[Segment, None] = {}
-        with self._ended(requests):
+        freed = 0
+        with Pending(IN_FLIGHT_BYTES) as pending:
             for piece, values in parts:
                 segment = piece.segment
                 items: list[Item] = []
                 for name, part in values.items():
-                    piece.layouts[name] = Layout(part.dtype, part.shape, part.stride())
+                    piece.layouts[name] = StateLayout(part.dtype, part.shape, part.stride())
                     if piece.state_bytes:
                         place = segment.offset + piece.place(name)[0]
                         items.append((flat(part), segment.file, place))
@@ -350,18 +345,14 @@ class Store:
                 touched[segment] = None
                 segment.generations[piece.row] += 1
                 request = self.handle.submit_write_many(items)
-                requests.append(request)
-                flying.append((request, request.nbytes))
-                if sum(nbytes for _, nbytes in flying) > IN_FLIGHT_BYTES:
-                    for each, _ in flying:
-                        each.wait()
-                    flying.clear()
+                pending.add(request, request.nbytes)
+                if pending.done - freed > IN_FLIGHT_BYTES:
+                    freed = pending.done
                     give_back()
             tables = [(each.generations, each.file, each.offset) for each in touched]
             if tables:
-                requests.append(self.handle.submit_write_many(tables))
-            for request in requests:
-                request.wait()
+                request = self.handle.submit_write_many(tables)
+                pending.add(request, request.nbytes)
 
 
 def parts_of(pieces: Sequence[Piece], states: Mapping[str, torch.Tensor]) -> Iterator[Part]:
@@ -380,7 +371,7 @@ def _written_and(is_active: Callable[[Piece], bool]) -> Callable[[Piece], bool]:
 def _viewer(window: Window, memory: torch.Tensor) -> View:
     places = {id(segment): place for segment, place in window.segments}
 
-    def view(piece: Piece, name: str, layout: Layout) -> torch.Tensor:
+    def view(piece: Piece, name: str, layout: StateLayout) -> torch.Tensor:
         begin, end = piece.place(name)
         place = places[id(piece.segment)]
         part = memory[place + begin : place + end].view(layout.dtype)

@@ -13,7 +13,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import is_common
-from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
+from nvmeio.torch.data._dataset import Flight, StoredDataset, beginnings_of
 
 __all__ = ["ArrayDataset"]
 
@@ -21,7 +21,7 @@ __all__ = ["ArrayDataset"]
 Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
 
 
-class ArrayDataset(Stored):
+class ArrayDataset(StoredDataset):
     """The rows of arrays, as a map-style dataset.
 
     Parameters

@@ -16,7 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._arrays.indexing import Positions
-from nvmeio.torch.data._stored import Flight, Stored
+from nvmeio.torch.data._dataset import Flight, StoredDataset
 
 __all__ = ["BatchStream"]
 
@@ -108,7 +108,7 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
 
     def __init__(
         self,
-        dataset: Stored | Subset[Any],
+        dataset: StoredDataset | Subset[Any],
         batch_sampler: Iterable[Sequence[int]],
         depth: int = 2,
         *,
@@ -497,18 +497,18 @@ def _can_pin() -> bool:
     return False
 
 
-def _stored_below(dataset: Any) -> Stored:
+def _stored_below(dataset: Any) -> StoredDataset:
     """Return the stored dataset below any Subsets."""
     found = dataset
     while isinstance(found, Subset):
         _refuse_override(found, Subset)
         found = found.dataset
-    if not isinstance(found, Stored):
+    if not isinstance(found, StoredDataset):
         raise TypeError(
             f"the dataset is of type {type(dataset).__qualname__}; a stream reads the "
             "datasets of nvmeio.torch, and Subsets of them"
         )
-    _refuse_override(found, Stored)
+    _refuse_override(found, StoredDataset)
     return found
 
 

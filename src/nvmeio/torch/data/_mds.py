@@ -1,6 +1,5 @@
 """``MDSDataset``: the samples of MosaicML's MDS shards as a dataset."""
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
@@ -213,7 +213,7 @@ def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
     """Yield the shards of an index; raise ValueError if it is invalid."""
     folder = os.path.dirname(index)
     try:
-        contents = json.loads(read_file(index).tobytes())
+        contents = parse_json(read_file(index).tobytes())
         if contents["version"] != 2:
             raise ValueError(f"its version is {contents['version']!r}, not 2")
         shards = _of(contents, "shards", list)

@@ -21,7 +21,7 @@ from nvmeio._native.file import File
 from nvmeio._native.gather import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
-from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored, literal
+from nvmeio.torch.data._dataset import COMPARED_BYTES, Flight, StoredDataset, literal
 
 __all__ = [
     "CHECKED_AT_ONCE",
@@ -95,7 +95,7 @@ def _mapped(
     return SharedArray(np.ndarray(shape, dtype, whole, start, strides))
 
 
-class RecordDataset(Stored):
+class RecordDataset(StoredDataset):
     """Records of any sizes, as a map-style dataset.
 
     Parameters

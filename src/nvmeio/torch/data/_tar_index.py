@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._native.file import File
+from nvmeio._safetensors.writing import replacing_links
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
 from nvmeio.safetensors import SafetensorError
-from nvmeio.safetensors._writing import replacing_links
 from nvmeio.safetensors.numpy import safe_open, save_file
 
 __all__ = ["SUFFIX", "TarIndex", "decoded", "index_of"]

@@ -14,8 +14,8 @@ from nvmeio._arrays.indexing import Positions
 from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
+from nvmeio.torch.data._dataset import Flight, StoredDataset, beginnings_of, literal
 from nvmeio.torch.data._records import OpenFiles
-from nvmeio.torch.data._stored import Flight, Stored, beginnings_of, literal
 
 __all__ = ["TokenDataset"]
 
@@ -31,7 +31,7 @@ _HEADERS: dict[int, tuple[int, type[np.generic]]] = {
 _Share: TypeAlias = tuple[int, Any, Positions]
 
 
-class TokenDataset(Stored):
+class TokenDataset(StoredDataset):
     """Windows of files of tokens, for training language models.
 
     Parameters

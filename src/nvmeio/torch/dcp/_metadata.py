@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nvmeio.checkpoint._kinds import METADATA, what_is_in
+from nvmeio._files.kinds import METADATA, what_is_in
 
 __all__ = ["read_metadata", "shards_of"]
 
@@ -89,7 +89,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def _opened(path: str) -> IO[bytes]:
+def _open_regular(path: str) -> IO[bytes]:
     folder, name = os.path.split(path)
     try:
         return open(path, "rb")
@@ -103,7 +103,7 @@ def _opened(path: str) -> IO[bytes]:
 
 def read_metadata(path: str, *, weights_only: bool) -> Any:
     """Return the metadata of a checkpoint; with `weights_only`, run no code of the file."""
-    with _opened(path) as file:
+    with _open_regular(path) as file:
         try:
             kind = _MetadataUnpickler if weights_only else pickle.Unpickler
             found = kind(file).load()

@@ -1,7 +1,6 @@
 """Read checkpoints of many ranks that are stored as model files (safetensors)."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -26,12 +25,13 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from nvmeio.checkpoint._kinds import what_is_in
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Torch
+from nvmeio._arguments.json_texts import parse_json
+from nvmeio._files.kinds import what_is_in
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Torch
+from nvmeio.torch.dcp._archives import Located
 from nvmeio.torch.dcp._reading import Parts
-from nvmeio.torch.dcp._stored import Stored
 
 __all__ = [
     "SAVE_KEY",
@@ -58,11 +58,11 @@ def opened(stack: ExitStack, path: str) -> ModelFile:
     return found
 
 
-def stored_of(file: ModelFile, tensor: Any) -> Stored:
+def stored_of(file: ModelFile, tensor: Any) -> Located:
     """Return where a tensor is in a model file, with torch's dtype and shape."""
     framework = Torch()
     shape = framework.shape(tensor.dtype, tensor.shape)
-    return Stored(file.offset(tensor.begin), framework.dtype(tensor.dtype), tuple(shape))
+    return Located(file.offset(tensor.begin), framework.dtype(tensor.dtype), tuple(shape))
 
 
 @dataclass
@@ -161,7 +161,7 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
         """Read the items of a plan."""
         with ExitStack() as stack:
             files: dict[str, ModelFile] = {}
-            known: dict[tuple[str, str], Stored] = {}
+            known: dict[tuple[str, str], Located] = {}
             with Parts(planner) as parts:
                 for item in plan.items:
                     name = item.storage_index.fqn
@@ -173,7 +173,7 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                             (path, each.name): stored_of(file, each)
                             for each in file.layout.tensors
                         }
-                    stored = Stored(info.begin, info.dtype, tuple(info.shape))
+                    stored = Located(info.begin, info.dtype, tuple(info.shape))
                     if known.get((path, name)) != stored:
                         raise files[path].changed()
                     parts.add(item, files[path].file, stored)
@@ -204,7 +204,7 @@ def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError) as error:
         found = error
     if not isinstance(found, dict):
@@ -246,7 +246,10 @@ def _numbers(said: object, count: int) -> list[int] | None:
 
 
 def _add_part(
-    found: dict[str, TensorStorageMetadata], name: str, stored: Stored, offsets: torch.Size
+    found: dict[str, TensorStorageMetadata],
+    name: str,
+    stored: Located,
+    offsets: torch.Size,
 ) -> None:
     """Add a part to the metadata of its tensor."""
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(stored.shape))

@@ -29,12 +29,13 @@ from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._publish.files import replace_file
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.writing import Source, save
+from nvmeio._streams.writing import Bytes
+from nvmeio._tensors.dtypes import header_dtype, header_shape
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._dtypes import header_dtype, header_shape
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._writing import Bytes, Source, save
-from nvmeio.safetensors.torch import _bytes_of
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
 from nvmeio.torch.dcp._writing import remove_unneeded
 
@@ -273,7 +274,7 @@ def _source(planner: SavePlanner, item: WriteItem) -> Source:
     shape = header_shape(dtype, tuple(item.tensor_data.chunk.sizes))
 
     def contents() -> Bytes:
-        return _bytes_of(planner.resolve_data(item))
+        return bytes_of(planner.resolve_data(item))
 
     return Source(item.index.fqn, dtype, shape, contents)
 
@@ -329,4 +330,4 @@ def _joined(
             items.append((part, file.file, stored.begin))
     if items:
         default_handle().read_many(items)
-    return _bytes_of(whole)
+    return bytes_of(whole)

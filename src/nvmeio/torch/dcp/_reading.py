@@ -20,18 +20,18 @@ from torch.futures import Future
 
 from nvmeio._arguments.checks import flag
 from nvmeio._native.file import File
-from nvmeio._native.request import Request
+from nvmeio._streams.pending import Pending
+from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._slices import plan as runs_of
-from nvmeio.torch.dcp._metadata import read_metadata
-from nvmeio.torch.dcp._stored import (
+from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
     LARGE_BYTES,
     TAIL_BYTES,
     Ends,
-    Stored,
+    Located,
     stored_in,
 )
+from nvmeio.torch.dcp._metadata import read_metadata
 
 __all__ = ["FileSystemReader", "Parts", "target_of"]
 
@@ -115,11 +115,11 @@ class Parts:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
         self._whole: list[tuple[torch.Tensor, File, int]] = []
-        self._requests: list[Request] = []
+        self._pending = Pending()
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._beside = 0
 
-    def add(self, item: ReadItem, file: File, stored: Stored) -> None:
+    def add(self, item: ReadItem, file: File, stored: Located) -> None:
         """Add a part; reading starts in ``finish``, or now if the part has several runs."""
         target = target_of(self._planner, item)
         read = target
@@ -151,28 +151,27 @@ class Parts:
             request = default_handle().submit_gather(
                 file, offsets, runs.run_bytes, read, max_gap=0
             )
-            self._requests.append(request)
+            self._pending.add(request, request.nbytes)
         self._targets.append((item, target, read))
 
     def finish(self) -> None:
         """Read the rest, wait for all, and pass the parts to the planner."""
         if self._whole:
-            self._requests.append(default_handle().submit_read_many(self._whole))
-        for request in self._requests:
-            request.wait()
+            request = default_handle().submit_read_many(self._whole)
+            self._pending.add(request, request.nbytes)
+        self._pending.finish()
         for item, target, read in self._targets:
             if read is not target:
                 target.copy_(read)
             self._planner.commit_tensor(item, target)
-        self._whole, self._requests, self._targets, self._beside = [], [], [], 0
+        self._whole, self._targets, self._beside = [], [], 0
 
     def __enter__(self) -> "Parts":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, where: object) -> None:
         # Wait, so that the memory is not freed while it is being read into.
-        for request in self._requests:
-            request.exception()
+        self._pending.__exit__(kind, error, where)
 
 
 class _Blob(NamedTuple):
@@ -265,7 +264,7 @@ class _Reading:
             default_handle().read_many(parts)
         return found
 
-    def _located(self, blobs: list[_Blob]) -> dict[_Blob, Stored]:
+    def _located(self, blobs: list[_Blob]) -> dict[_Blob, Located]:
         """Find where the bytes of tensors begin, from the ends of the blobs."""
         ends = {blob: (bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)) for blob in blobs}
         parts = []

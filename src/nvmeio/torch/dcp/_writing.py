@@ -30,11 +30,11 @@ from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._native.file import File
 from nvmeio._publish.files import replace_file
+from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
-from nvmeio.safetensors._writing import Stages, reserve
 from nvmeio.torch._saving import saving_with
+from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE
 from nvmeio.torch.dcp._metadata import shards_of
-from nvmeio.torch.dcp._stored import LARGE_BYTES, PAGE
 
 __all__ = ["FileSystemWriter", "remove_unneeded"]
 
@@ -160,7 +160,6 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                     # field.
                     info = filesystem._StorageInfo(name, begin, length, descriptors or None)
                     results.append(WriteResult(item.index, length, info))
-                stages.finish()
             cut(file, stages.written)
             if self.sync_files:
                 default_handle().fsync(file)

@@ -6,23 +6,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nvmeio.default import default_handle
-from nvmeio.safetensors._dtypes import BITS
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._file import ModelFile
-from nvmeio.safetensors._frameworks import Framework
-from nvmeio.safetensors._header import Tensor
-from nvmeio.safetensors._reading import (
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.header import Tensor
+from nvmeio._streams.pending import abandon
+from nvmeio._streams.progress import Progress
+from nvmeio._streams.reading import (
     CHUNK_BYTES,
-    Progress,
     Read,
     Records,
-    abandon,
     begin,
     finish,
     max_gap,
     place,
 )
+from nvmeio._tensors.dtypes import BITS
+from nvmeio._tensors.errors import SafetensorError
+from nvmeio._tensors.frameworks import Framework
+from nvmeio._tensors.sharing import place_of, sharing
+from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
 
@@ -211,7 +212,7 @@ class Loading:
             for read in self.memory.reads if self.memory.full else ():
                 self.begun.append(read)
         except BaseException:
-            abandon(self.begun)
+            abandon([each.request for each in self.begun])
             raise
 
     def take(self, key: Any) -> Any:
@@ -229,7 +230,7 @@ class Loading:
         """Cancel all reads and wait for them; complete tensors can still be taken."""
         with self.lock:
             self.abandoned = True
-            abandon(self.begun)
+            abandon([each.request for each in self.begun])
 
 
 def _records(
@@ -269,7 +270,6 @@ def _into(
     """Read into the caller's tensors, or into new ones on a device."""
     files = list({each.file: None for each in chosen})
     made = {}
-    taken: dict[int, Any] = {}
     for each in chosen:
         if out is None:
             made[each.key] = framework.empty(each.dtype, each.shape)
@@ -278,14 +278,13 @@ def _into(
             raise ValueError(f"out lacks the tensor {each.key!r}")
         target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
         made[each.key] = target
-        if each.nbytes:
-            address = framework.address(target)
-            other = taken.setdefault(address, each.key)
-            if other != each.key:
-                raise ValueError(
-                    f"out[{each.key!r}] and out[{other!r}] share memory; each tensor needs "
-                    "its own"
-                )
+    if out is not None:
+        targets = [place_of(made[each.key], each.key) for each in chosen if each.nbytes]
+        for one, other, *_ in (found for found in sharing(targets) if len(found) > 1):
+            raise ValueError(
+                f"out[{other.leaf!r}] and out[{one.leaf!r}] share memory; each tensor "
+                "needs its own"
+            )
     handle = default_handle()
     full = [each for each in chosen if each.nbytes]
     whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}

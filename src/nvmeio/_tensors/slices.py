@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvmeio._arrays.indexing import Axis, in_runs
-from nvmeio.safetensors._dtypes import torch_module
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._tensors.dtypes import torch_module
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = ["Plan", "plan"]
 

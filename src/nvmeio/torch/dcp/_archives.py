@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.archives import begin_of, bytes_of
+from nvmeio._files.archives import begin_of, content_of
 
-__all__ = ["HEAD_BYTES", "LARGE_BYTES", "PAGE", "TAIL_BYTES", "Ends", "Stored", "stored_in"]
+__all__ = [
+    "HEAD_BYTES",
+    "LARGE_BYTES",
+    "PAGE",
+    "TAIL_BYTES",
+    "Ends",
+    "Located",
+    "stored_in",
+]
 
 PAGE = 4096
 # A tensor of this size or more begins at a page of the file, and parts of it can be read.
@@ -22,7 +30,7 @@ LARGE_BYTES = 64 << 10
 HEAD_BYTES, TAIL_BYTES = 32 << 10, 4 << 10
 
 
-class Stored(NamedTuple):
+class Located(NamedTuple):
     """A tensor in a file, whose bytes are in C order."""
 
     begin: int
@@ -131,13 +139,13 @@ class _TensorUnpickler(pickle.Unpickler):
         return _Said(dtype, begin, tuple(shape), tuple(strides), key)
 
 
-def stored_in(ends: Ends) -> Stored | None:
+def stored_in(ends: Ends) -> Located | None:
     """Find the bytes of a tensor in a torch.save archive; return None if that fails."""
     try:
         with zipfile.ZipFile(ends) as archive:
             entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
-        said = _TensorUnpickler(io.BytesIO(bytes_of(ends, entries["data.pkl"]))).load()
-        if "byteorder" in entries and bytes_of(ends, entries["byteorder"]) != b"little":
+        said = _TensorUnpickler(io.BytesIO(content_of(ends, entries["data.pkl"]))).load()
+        if "byteorder" in entries and content_of(ends, entries["byteorder"]) != b"little":
             return None
         entry = entries[f"data/{said.key}"]
         begin = begin_of(ends, entry)
@@ -158,4 +166,4 @@ def stored_in(ends: Ends) -> Stored | None:
         return None
     if min(said.begin, *said.shape, 0) < 0 or said.begin * size + nbytes > entry.file_size:
         return None
-    return Stored(begin + said.begin * size, said.dtype, said.shape)
+    return Located(begin + said.begin * size, said.dtype, said.shape)

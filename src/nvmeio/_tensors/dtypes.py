@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = [
     "BITS",

@@ -7,20 +7,20 @@ little more, such as a name that comes twice.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index, itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from nvmeio.safetensors._dtypes import BITS, RANKS
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._arguments.json_texts import refuse_constant, shortened, unique
+from nvmeio._tensors.dtypes import BITS, RANKS
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = [
     "ALIGNMENTS",
     "HEADER_BYTES_MAX",
     "LENGTH_BYTES",
-    "Layout",
+    "FileLayout",
     "RefusedError",
     "SafetensorError",
     "Tensor",
@@ -48,7 +48,6 @@ _TOO_DEEP = f"invalid JSON in header: nested deeper than {_NESTING_MAX}"
 _NOT_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 # So many levels take 1.3 MB of a stack in Python 3.11.
 _BRACKETS_SAFE = 10_000
-_SHOWN_CHARS_MAX = 1000
 
 
 class Tensor(NamedTuple):
@@ -57,13 +56,13 @@ class Tensor(NamedTuple):
     name: str
     dtype: str  # as the header has it, a key of `_dtypes.BITS`
     shape: tuple[int, ...]  # as the header has it
-    # The range of its bytes, relative to `Layout.data_start`.
+    # The range of its bytes, relative to `FileLayout.data_start`.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The contents of a header."""
 
     # In the order of the file.  Empty tensors at the same offset keep the order of the
@@ -101,7 +100,7 @@ def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> i
 
 def parse(
     header: bytes | bytearray | memoryview, file_bytes: int, *, context: str = _READING
-) -> Layout:
+) -> FileLayout:
     """Return the layout that a header describes; raise SafetensorError if it is invalid.
 
     In a layout, every byte after the header belongs to exactly one tensor, and every tensor
@@ -124,7 +123,7 @@ def parse(
     except RefusedError as error:
         raise SafetensorError(f"{context}: {error}") from None
     by_name = {tensor[0]: tensor for tensor in tensors}
-    return Layout(tuple(tensors), by_name, metadata, data_start, data_bytes)
+    return FileLayout(tuple(tensors), by_name, metadata, data_start, data_bytes)
 
 
 def _decoded(header: bytes) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def _decoded(header: bytes) -> dict[str, Any]:
         raise RefusedError(_TOO_DEEP)
     try:
         found: dict[str, Any] = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise RefusedError(f"invalid JSON in header: {error}") from None
     except RecursionError:
         # Too few brackets to overflow the stack, but more levels than Python allows.
@@ -159,30 +158,16 @@ def _is_too_deep(header: bytes) -> bool:
     return bool(brackets)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse one with a name that comes twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RefusedError(f"invalid JSON in header: {_shortened(twice)} comes twice")
-    return found
-
-
 def _integer(text: str) -> int:
     """Return an integer; refuse a long one, because int() takes quadratic time."""
     if text[0] == "-" or len(text) > _DIGITS_MAX:
-        shown = _shortened(text)
-        raise RefusedError(f"invalid JSON in header: {shown} is not from 0 to {_U64_MAX}")
+        shown = shortened(text)
+        raise ValueError(f"{shown} is not from 0 to {_U64_MAX}")
     return int(text)
 
 
-def _constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's json accepts."""
-    raise RefusedError(f"invalid JSON in header: {name} is not JSON")
-
-
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant
+    object_pairs_hook=unique, parse_int=_integer, parse_constant=refuse_constant
 )
 
 
@@ -207,14 +192,9 @@ def _tensor(name: str, entry: Any) -> Tensor:
     except (KeyError, TypeError, ValueError):
         pass
     raise RefusedError(
-        f"invalid JSON in header: tensor {_shortened(name)} must have a known dtype, "
+        f"invalid JSON in header: tensor {shortened(name)} must have a known dtype, "
         "a shape and two data_offsets"
     )
-
-
-def _shortened(text: str) -> str:
-    """Quote a text for a message, and shorten it, because a hostile one may have 100 MB."""
-    return repr(text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "...")
 
 
 def _checked_bytes(tensors: list[Tensor]) -> int:
@@ -224,7 +204,7 @@ def _checked_bytes(tensors: list[Tensor]) -> int:
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, dtype, shape, begin, end in tensors:
         if begin != start or end < begin:
-            raise RefusedError(f"invalid offset for tensor {_shortened(name)}")
+            raise RefusedError(f"invalid offset for tensor {shortened(name)}")
         start = end
         size = sizes.get((dtype, shape))
         if size is None:
@@ -258,7 +238,7 @@ def build(
     metadata: Mapping[str, str] | None = None,
     *,
     align: int = 8,
-) -> tuple[bytes, Layout]:
+) -> tuple[bytes, FileLayout]:
     """Return the header of a file, with its length, and the layout of its tensors.
 
     `tensors` are tuples of name, dtype and shape.  With `align` 8 the header has the bytes
@@ -294,7 +274,7 @@ def build(
         raise SafetensorError(f"Error while serializing: {error}") from None
     header = length.to_bytes(LENGTH_BYTES, "little") + content.ljust(length)
     data_bytes = placed[-1].end if placed else 0
-    return header, Layout(tuple(placed), by_name, kept, start, data_bytes)
+    return header, FileLayout(tuple(placed), by_name, kept, start, data_bytes)
 
 
 def _placed(tensors: Iterable[tuple[str, str, Sequence[int]]], align: int) -> list[Tensor]:

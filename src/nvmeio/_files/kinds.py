@@ -1,13 +1,19 @@
-"""Describe a folder by the names of its files, for messages of errors."""
+"""Tell what a folder is by the names of its files."""
 
 import os
+import re
 
-from nvmeio.checkpoint._manifest import FOLDER, MANIFEST, TENSORS
+__all__ = ["INDEX_END", "MANIFEST", "METADATA", "STEP", "TENSORS", "what_is_in"]
 
-__all__ = ["METADATA", "what_is_in"]
+# The name of the folder of a step of a Checkpointer, and of two of its files.
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+MANIFEST = "manifest.json"
+TENSORS = "tensors.safetensors"
 
 # The file that describes a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
+# How the name of the index of a model in several files ends.
+INDEX_END = ".safetensors.index.json"
 
 _NAMES_MAX = 3
 
@@ -29,7 +35,7 @@ def what_is_in(folder: str) -> str:
         )
     if MANIFEST in names and TENSORS in names:
         return "it is a step of a nvmeio.checkpoint.Checkpointer; pass the folder above it"
-    if any(map(FOLDER.fullmatch, names)):
+    if any(map(STEP.fullmatch, names)):
         return "it has steps of a nvmeio.checkpoint.Checkpointer"
     if any(name.endswith(".safetensors") for name in names):
         return (

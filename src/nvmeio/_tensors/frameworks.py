@@ -5,13 +5,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from nvmeio._native.region import FileMap, Region
-from nvmeio.safetensors._dtypes import (
+from nvmeio._tensors.dtypes import (
     framework_shape,
     numpy_dtype,
     torch_dtype,
     torch_module,
 )
-from nvmeio.safetensors._errors import SafetensorError
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = ["Framework", "NumPy", "Torch", "framework_of"]
 
@@ -46,9 +46,6 @@ class Framework(Protocol):
     def copy(self, tensor: Any) -> Any:
         """Return a copy of a tensor, in new memory."""
 
-    def address(self, tensor: Any) -> int:
-        """Return the address of a tensor's first element."""
-
     def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
         """Return a tensor of the caller, or raise TypeError or ValueError if unsuitable."""
 
@@ -81,9 +78,6 @@ class NumPy:
 
     def copy(self, tensor: Any) -> Any:
         return tensor.copy()
-
-    def address(self, tensor: Any) -> int:
-        return int(tensor.__array_interface__["data"][0])
 
     def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
         if not isinstance(tensor, np.ndarray):
@@ -127,9 +121,6 @@ class Torch:
 
     def copy(self, tensor: Any) -> Any:
         return tensor.clone()
-
-    def address(self, tensor: Any) -> int:
-        return int(tensor.data_ptr())
 
     def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
         if not isinstance(tensor, self.torch.Tensor):

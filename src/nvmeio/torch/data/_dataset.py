@@ -31,7 +31,7 @@ from nvmeio.arrays import ArrayFile
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["COMPARED_BYTES", "Flight", "Stored", "beginnings_of", "literal"]
+__all__ = ["COMPARED_BYTES", "Flight", "StoredDataset", "beginnings_of", "literal"]
 
 # How many files the repr of a dataset names.
 _NAMED_MAX = 3
@@ -86,7 +86,7 @@ class Flight:
         requests.clear()
 
 
-class Stored(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of torch
+class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no types of torch
     """The base class of the datasets.
 
     ``sources`` are paths, which each process opens for itself, or open files and arrays of

@@ -1,23 +1,21 @@
-"""Read records of files into one region of memory, which is populated meanwhile."""
+"""Read pieces of files ahead: into one new region of memory, or in order through stages."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import shown
 from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
+from nvmeio._streams.pending import Bytes, Pending, memory
+from nvmeio._streams.progress import Progress
 from nvmeio.default import default_handle
 
-__all__ = ["Progress", "Read", "Records", "abandon", "begin", "check_progress", "finish"]
-__all__ += ["max_gap", "place"]
+__all__ = ["Read", "Records", "begin", "finish", "in_pieces", "max_gap", "place"]
 
-Progress = Callable[[int, int], object]
 Made = TypeVar("Made")
 Integers = npt.NDArray[np.int64]
 
@@ -28,12 +26,6 @@ PAGE = 4096
 CHECKED_BYTES = 16 << 20
 # Runs shorter than this are read together with larger gaps between them.
 SHORT_BYTES = 2048
-
-
-def check_progress(progress: Progress | None) -> None:
-    """Raise TypeError if `progress` cannot be called."""
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {shown(progress)}; it must be callable, or None")
 
 
 class Records(NamedTuple):
@@ -118,7 +110,7 @@ def _cut(records: Records) -> Records:
 def _begun(records: Records, region: Region) -> Iterator[Read]:
     """Populate memory and start reads, chunk by chunk."""
     files, file, offset, nbytes, places = records
-    handle, memory = default_handle(), memoryview(region)
+    handle, whole = default_handle(), memoryview(region)
     # Counted from a page boundary, as in _cut(); else the first two would be one chunk.
     before = np.cumsum(nbytes) - nbytes + offset[0] % PAGE
     # All records that begin in the same CHUNK_BYTES of the total form a chunk.
@@ -132,14 +124,14 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
                 one = int(mine[0])
                 at, size = int(places[one]), int(nbytes[one])
                 request = handle.submit_read(
-                    memory[at : at + size], files[index], int(offset[one])
+                    whole[at : at + size], files[index], int(offset[one])
                 )
             else:
                 request = handle.submit_gather(
                     files[index],
                     offset[mine],
                     nbytes[mine],
-                    memory[first:end],
+                    whole[first:end],
                     out_offsets=places[mine] - first,
                     max_gap=max_gap(int(nbytes[mine].min())),
                 )
@@ -155,7 +147,7 @@ def max_gap(run_bytes: int) -> int:
 
 
 def finish(
-    reads: Iterator[Read],
+    reads: Iterable[Read],
     total: int,
     progress: Progress | None,
     meanwhile: Callable[[], Made],
@@ -164,34 +156,30 @@ def finish(
 
     After an error none of the reads is in flight.
     """
-    begun: list[Read] = []
-    seen = done = 0
-
-    def see(count: int) -> None:
-        nonlocal seen, done
-        for read in begun[seen:count]:
-            read.request.wait()
-            seen, done = seen + 1, done + read.nbytes
-            if progress is not None:
-                progress(done, total)
-
-    try:
+    landed = None if progress is None else lambda done: progress(done, total)
+    with Pending(landed=landed) as pending:
         for read in reads:
-            begun.append(read)
-            if begun[seen].request.done():
-                see(seen + 1)
-        made = meanwhile()
-        see(len(begun))
-    except BaseException:
-        abandon(begun)
-        raise
-    return made
+            pending.add(read.request, read.nbytes)
+            pending.wait_if_done()
+        return meanwhile()
 
 
-def abandon(begun: Sequence[Read]) -> None:
-    """Cancel reads, and wait until none is in flight."""
-    for read in begun:
-        read.request.cancel()
-    for read in begun:
-        with contextlib.suppress(Exception):
-            read.request.exception()
+def in_pieces(file: File, nbytes: int, size: int, count: int) -> Iterator[Bytes]:
+    """Yield the bytes of a file in order, while the next pieces are being read.
+
+    `count` pieces of `size` bytes are in memory; each is valid until the next is asked for.
+    """
+    size = min(size, max(nbytes, 1))
+    places = range(0, nbytes, size)
+    count = max(1, min(count, len(places)))
+    stages = np.split(memory(count * size), count)
+    handle = default_handle()
+    with Pending() as pending:
+        for index in range(len(places) + count):
+            if index >= count:
+                before = index - count
+                pending.wait()
+                yield stages[before % count][: nbytes - places[before]]
+            if index < len(places):
+                view = stages[index % count][: nbytes - places[index]]
+                pending.add(handle.submit_read(view, file, places[index]), len(view))

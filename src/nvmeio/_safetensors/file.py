@@ -9,8 +9,8 @@ from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 from nvmeio._native.region import FileMap
 from nvmeio._native.system_calls import cached_fraction
-from nvmeio.safetensors._errors import SafetensorError
-from nvmeio.safetensors._header import LENGTH_BYTES, Layout, header_bytes, parse
+from nvmeio._safetensors.header import LENGTH_BYTES, FileLayout, header_bytes, parse
+from nvmeio._tensors.errors import SafetensorError
 
 __all__ = ["Direct", "Mapped", "ModelFile", "mapped_choice"]
 
@@ -60,7 +60,7 @@ class ModelFile:
             self.close()
             raise
 
-    def _read_header(self) -> Layout:
+    def _read_header(self) -> FileLayout:
         size = self.before.st_size
         first = self._read(0, FIRST_BYTES)
         length = header_bytes(first, size)

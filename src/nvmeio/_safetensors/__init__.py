@@ -1,0 +1,1 @@
+"""The format of model files: headers, open files, loading, writing."""

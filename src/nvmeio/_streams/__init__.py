@@ -1,0 +1,1 @@
+"""Streams of bytes to and from files, with a bounded number in flight."""

@@ -1,0 +1,1 @@
+"""Tensors of numpy and torch: the names of dtypes, memory, bytes, indices."""

@@ -1,0 +1,50 @@
+"""The memory of arrays and tensors, without importing torch."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._memory.deferred import Deferred
+
+__all__ = ["bytes_of", "content_problem"]
+
+
+def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
+    """Return the bytes of an array or a dense tensor, in C order.
+
+    One on a device, or that a store has, is copied to host memory.
+    """
+    if isinstance(value, Deferred):
+        value = value.load()
+    if isinstance(value, np.ndarray):
+        flat = np.ascontiguousarray(value).reshape(-1)
+        return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
+    value = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    if value.numel() == 0:
+        return np.empty(0, np.uint8)
+    # As view() would refuse a dimension of size 1 with an unusual stride.
+    flat = value.as_strided((value.numel(),), (1,))
+    found: npt.NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()
+    return found
+
+
+def content_problem(tensor: Any) -> str:
+    """Return why a tensor's contents are not a plain array in memory; "" if they are."""
+    torch = sys.modules["torch"]
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it is not initialized yet; run the module once or materialize() it"
+    if tensor.is_nested:
+        return "it is nested; pass its values() and offsets()"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; pass its to_dense(), or its components"
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        return "it is masked, and its mask would be lost; pass its get_data()"
+    if tensor.is_quantized:
+        return f"it is quantized ({tensor.dtype}); pass its int_repr()"
+    if type(tensor).__name__ == "FakeTensor":
+        return "it is a FakeTensor and has no data"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no data; pass its to_empty()"
+    return ""
