@@ -138,7 +138,10 @@ class StoredArray:
             return os.path.samestat(found, os.stat(self._absolute))
         except FileNotFoundError:
             return False
-        except PermissionError:
+        except PermissionError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
             # This user cannot look there any more.
             return found.st_nlink > 0
 

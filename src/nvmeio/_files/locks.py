@@ -106,19 +106,19 @@ def _lock(descriptor: int, doing: str) -> None:
         words = f"another {doing} here: {holder.strip() or 'unknown'}"
         raise BlockingIOError(errno.EAGAIN, words) from None
     except OSError as error:
-        raise _no_locks(error) from error
+        _refuse_without_locks(error)
+        raise
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 
 
-def _no_locks(error: OSError) -> OSError:
-    """Return an error of flock(2), or with the reason if the file system has no locks."""
-    if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        return error
-    words = f"{error.strerror} (flock: this file system, or its mount, has no locks)"
-    return OSError(error.errno, words)
+def _refuse_without_locks(error: OSError) -> None:
+    """Raise an error of flock(2) with the reason if the file system has no locks."""
+    if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        words = f"{error.strerror} (flock: this file system, or its mount, has no locks)"
+        raise OSError(error.errno, words) from error
 
 
 def _has_name(descriptor: int, path: str) -> bool:
@@ -154,7 +154,8 @@ class FileLock(_Lock):
                 raise
             return False
         except OSError as error:
-            raise _no_locks(error) from error
+            _refuse_without_locks(error)
+            raise
         return True
 
     def check_written(self) -> None:
