@@ -119,6 +119,15 @@ def test_shard_sizes_are_parsed(size, nbytes):
     assert size_of("max_shard_size", size, 1, decimal=True) == nbytes
 
 
+def test_targets_that_overlap_in_part_are_refused(tmp_path):
+    save_sharded({"a": np.ones(4), "b": np.zeros(4)}, tmp_path)
+    memory = np.full(8, 7.0)
+    out = {"a": memory[:4], "b": memory[2:6]}
+    with pytest.raises(ValueError, match="share memory"):
+        load_sharded(tmp_path, framework="np", out=out)
+    assert (memory == 7).all()
+
+
 def test_a_unit_without_b_is_binary_as_everywhere(tmp_path):
     tensors = tensors_of([1, 1])
     assert size_of("memory", "1GB", 1) == size("1GB") == size("1G") == 2**30
