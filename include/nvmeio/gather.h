@@ -21,7 +21,7 @@ struct nvmeio_gather {
     size_t size;              /* of that memory; see nvmeio_submit_gather() */
     size_t count;             /* of records */
     size_t done;              /* of a gather: the first records, which nvmeio_perform()
-                               * has read already */
+                               * has read already; -EINVAL if there are fewer */
     const int64_t *offsets;   /* in the file; the arrays need only exist for the call */
     const int64_t *sizes;     /* of each record, or with `one_size` one for all */
     bool one_size;

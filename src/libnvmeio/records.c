@@ -253,6 +253,8 @@ struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
     *error = -EINVAL;
     if (gather->count > 0 && (!gather->offsets || !gather->sizes))
         return NULL;
+    if (gather->done > (gather->op == NVMEIO_OP_READ ? gather->count : 0))
+        return NULL;
     *error = -ENOMEM;
     if (gather->count < (SIZE_MAX - sizeof(*records)) / sizeof(records->list[0]))
         records = malloc(sizeof(*records) + gather->count * sizeof(records->list[0]));

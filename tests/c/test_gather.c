@@ -513,6 +513,16 @@ static void test_invalid_lists(void)
     what.offsets = &one;
     CHECK(nvmeio_gather_check(&what, &offender) == -EINVAL && offender == SIZE_MAX);
     what.sizes = &one;
+    what.done = 1; /* so the record is looked at, and does not fit into no memory */
+    CHECK(nvmeio_gather_check(&what, &offender) == -EFAULT && offender == 0);
+    what.done = 2;
+    CHECK(nvmeio_gather_check(&what, &offender) == -EINVAL && offender == SIZE_MAX);
+    /* Records of a scatter that were left out would be lost. */
+    what.done = 1;
+    what.op = NVMEIO_OP_WRITE;
+    CHECK(nvmeio_gather_check(&what, &offender) == -EINVAL && offender == SIZE_MAX);
+    what.op = NVMEIO_OP_READ;
+    what.done = 0;
     what.count = SIZE_MAX / 2;
     CHECK(nvmeio_gather_check(&what, &offender) == -ENOMEM && offender == SIZE_MAX);
 }
