@@ -14,6 +14,7 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from children import run_tool
 from mounts import unmount
+from nvmeio._native.descriptor import remove_tree
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.checkpoint import cleanup as clean_up
 from workloads.common import Faults
@@ -306,3 +307,15 @@ def test_without_proc_files_are_replaced_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "link", None)
     nvmeio.save(tmp_path / "data.npy", NEW)
     assert np.array_equal(nvmeio.load(tmp_path / "data.npy"), NEW)
+
+
+def test_a_folder_that_is_too_deep_is_left(tmp_path):
+    """Each level takes some of the stack, and its depth may be a stranger's choice."""
+    script = "import os\nfor _ in range(600): os.mkdir('x'); os.chdir('x')"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    try:
+        with pytest.raises(OSError, match="symbolic links") as caught:
+            remove_tree(str(tmp_path / "x"))
+        assert caught.value.errno == errno.ELOOP
+    finally:
+        subprocess.run(["rm", "-r", str(tmp_path / "x")], check=True)

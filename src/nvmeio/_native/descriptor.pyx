@@ -9,7 +9,7 @@ import os
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EINTR, EISDIR
+from libc.errno cimport EINTR, EISDIR, ELOOP
 from libc.errno cimport errno as c_errno
 from libc.string cimport strcmp
 from posix.fcntl cimport O_CLOEXEC, O_DIRECTORY
@@ -131,7 +131,7 @@ cdef class TemporaryName:
             c_name = name
             with nogil:
                 if unlink(c_name) and c_errno == EISDIR:
-                    remove_folder(AT_FDCWD, c_name)
+                    remove_folder(AT_FDCWD, c_name, 0)
 
     def keep(self):
         """Leave the name: what has it is complete, or has another."""
@@ -144,12 +144,20 @@ cdef class TemporaryName:
         self.remove()
 
 
-cdef int remove_folder(int parent, const char *name) noexcept nogil:
+# How deep a folder is removed: each level takes a descriptor and some of the stack, and
+# who may write to the folder decides how deep it is.
+cdef int DEPTH_MAX = 500
+
+
+cdef int remove_folder(int parent, const char *name, int depth) noexcept nogil:
     """Remove a folder and what is in it, as far as possible; return the first errno."""
     cdef DIR *listing = NULL
     cdef dirent *entry
     cdef int flags = O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC
-    cdef int error = 0, failed, folder = openat(parent, name, flags)
+    cdef int error = 0, failed, folder
+    if depth > DEPTH_MAX:
+        return ELOOP
+    folder = openat(parent, name, flags)
     while folder < 0 and c_errno == EINTR:
         folder = openat(parent, name, flags)
     if folder < 0:
@@ -166,7 +174,7 @@ cdef int remove_folder(int parent, const char *name) noexcept nogil:
         if strcmp(entry.d_name, b".") and strcmp(entry.d_name, b".."):
             failed = c_errno if unlinkat(folder, entry.d_name, 0) else 0
             if failed == EISDIR:
-                failed = remove_folder(folder, entry.d_name)
+                failed = remove_folder(folder, entry.d_name, depth + 1)
             error = error or failed
     if unlinkat(parent, name, AT_REMOVEDIR) and not error:
         error = c_errno
@@ -182,7 +190,7 @@ def remove_tree(path):
     cdef const char *c_name = name
     cdef int error
     with nogil:
-        error = remove_folder(AT_FDCWD, c_name)
+        error = remove_folder(AT_FDCWD, c_name, 0)
     if error:
         raise OSError(error, os.strerror(error), path)
 
