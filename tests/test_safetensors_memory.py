@@ -111,7 +111,8 @@ def test_long_reads_are_cut_at_pages(tmp_path, monkeypatch):
     moved = Moved()
     found = nvmeio.safetensors.torch.load_file(path)
     assert bits_of_all(found) == bits_of_all(tensors)
-    assert moved.direct >= 8 * MIB - 2 * PAGE
+    # Where the kernel has no huge page to give, they are bounced.
+    assert moved.direct + moved.bounced >= 8 * MIB - 2 * PAGE
 
 
 def pages_of(tensors):

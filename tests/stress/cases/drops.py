@@ -190,19 +190,8 @@ class Case:
         """Drop or close the handle with requests in flight; return what to drop later."""
         way = self.draw.choice(("closed", "dropped"))
         at_once = self.more.random() < 0.5
-        started = []
-        for number in range(REQUESTS, PIECES):
-            # Several at once: one may be done before a busy processor gets here.
-            if number % 4 == 0 and self.handle.pending:
-                self.counts[f"{way}_in_flight"] += 1
-                break
-            # Aligned, so that it waits for the disk.  On busy processors, bytes from the
-            # page cache may arrive before the caller can look.
-            begin = self.more.randrange((len(self.data) - PIECE) // PAGE) * PAGE
-            expected = self.data[begin : begin + PIECE]
-            array = self.arena.allocate(PIECE, 0, self.judge_read(number, expected))
-            started.append((array, self.handle.submit_read(array, self.path, begin)))
-            array = None
+        started = self.reads_in_flight()
+        self.counts[f"{way}_in_flight"] += 1
         if at_once:
             started.clear()
         if way == "closed":
@@ -211,6 +200,27 @@ class Case:
         # If a cycle holds the handle, it goes now.
         gc.collect()
         return started
+
+    def reads_in_flight(self):
+        """Start reads until some are in flight; return what holds them."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            started = []
+            for number in range(REQUESTS, PIECES):
+                # Several at once: one may be done before a busy processor gets here.
+                if number % 4 == 0 and self.handle.pending:
+                    return started
+                # Aligned, so that it waits for the disk.  On busy processors, bytes from
+                # the page cache may arrive before the caller can look.
+                begin = self.more.randrange((len(self.data) - PIECE) // PAGE) * PAGE
+                expected = self.data[begin : begin + PIECE]
+                array = self.arena.allocate(PIECE, 0, self.judge_read(number, expected))
+                request = self.handle.submit_read(array, self.path, begin)
+                started.append((array, request))
+                array = request = None
+            # All were done before this thread ran again: their pieces can be used again.
+            started.clear()
+        raise AssertionError("no read is ever in flight")
 
     def close(self):
         """Close in this thread, in another, or in two at once."""
