@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import types
 from pathlib import Path
 
@@ -309,20 +310,33 @@ def test_a_second_signal_does_not_interrupt_the_cleanup(made_up, second):
     assert cleaned == ["everything"]
 
 
-def test_a_later_signal_counts_if_the_first_one_was_lost(made_up, monkeypatch):
-    """Python drops an exception that is raised in a destructor."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
+@pytest.mark.parametrize("number", cli.ENDING)
+def test_a_signal_counts_where_python_drops_its_exception(made_up, number):
     class Loses:
         def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
-    def lucky(options, terminal):
+    def goes_on(options, terminal):
         Loses()
-        monkeypatch.setattr(cli, "CLEANUP_S", 0.0)
-        signal.raise_signal(signal.SIGINT)
+        time.sleep(WATCHDOG_S)
 
-    assert made_up(lucky) == 130
+    if number == signal.SIGINT:
+        assert made_up(goes_on) == 130
+    else:
+        with pytest.raises(SystemExit) as ended:
+            made_up(goes_on)
+        assert ended.value.code == 128 + number
+
+
+def test_a_signal_counts_if_the_cleanup_takes_long(made_up, monkeypatch):
+    def stuck(options, terminal):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            monkeypatch.setattr(cli, "CLEANUP_S", 0.0)
+            signal.raise_signal(signal.SIGINT)
+
+    assert made_up(stuck) == 130
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():

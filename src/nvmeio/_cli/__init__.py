@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # For so long after one of them, further ones are ignored.
 CLEANUP_S = 10.0
 _ended_s = -math.inf
+_ended_by = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     global _ended_s
     _ended_s = -math.inf
     before = {number: signal.signal(number, _end) for number in heeded}
+    hook, sys.unraisablehook = sys.unraisablehook, _end_again
     if arguments is None:
         # The program is about to exit; nothing is left that Ctrl-C should interrupt.
         before[signal.SIGINT] = signal.SIG_IGN
@@ -93,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = hook
 
 
 def _run(options: Namespace, terminal: Terminal) -> int:
@@ -136,16 +140,28 @@ def _flush_or_drop() -> None:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     """End by an exception, so that everything is cleaned up."""
-    global _ended_s
-    # A second signal must not interrupt the cleanup.  But Python drops an exception that is
-    # raised in a destructor or a callback of a weak reference, so a late signal counts.
+    global _ended_s, _ended_by
+    # A second signal must not interrupt the cleanup, but may if that takes long.
     now_s = time.monotonic()
     if now_s - _ended_s < CLEANUP_S:
         return
-    _ended_s = now_s
+    _ended_s, _ended_by = now_s, number
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Raise again what Python drops in a destructor or a callback of a weak reference."""
+    global _ended_s
+    if not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(dropped)
+        return
+    _ended_s = -math.inf
+    # Later, because this too is called in the destructor.
+    again = threading.Timer(0.01, os.kill, (os.getpid(), _ended_by))
+    again.daemon = True
+    again.start()
 
 
 def _parser() -> Parser:
