@@ -1017,7 +1017,7 @@ def test_a_format_of_another_version_is_an_error(root):
         checkpointer.save(2, 2)
         path = root / "step-2" / "manifest.json"
         old = path.read_text()
-        path.write_text(old.replace("nvmeio-checkpoint-1", "nvmeio-checkpoint-2"))
+        path.write_text(old.replace("nvmeio-checkpoint-2", "nvmeio-checkpoint-3"))
         for step in (None, 2):
             with pytest.raises(CheckpointError, match=f"{path} is of the format nvmeio-ch"):
                 checkpointer.restore(step)

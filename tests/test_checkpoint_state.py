@@ -1,6 +1,7 @@
 """States are restored exactly, or refused by an error with the path in the state."""
 
 import collections
+import copy
 import datetime as dt
 import json
 import math
@@ -316,18 +317,78 @@ def test_names_in_the_file_are_paths(checkpointer):
     assert found == expected | {"__metadata__/0": 6, "__metadata__/1": 7}
 
 
-def test_an_optimizer_resumes_to_the_bit(checkpointer):
+IMAGES = torch.arange(4 * 3 * 5 * 2.0).reshape(4, 3, 5, 2)
+LAYOUTS = {
+    "channels_last": IMAGES.to(memory_format=torch.channels_last),
+    "channels_last of one": IMAGES[:, :1].to(memory_format=torch.channels_last),
+    "transposed": IMAGES[0, 0].t(),
+    "permuted pairs": torch.view_as_complex(IMAGES).permute(2, 0, 1),
+    "parts of rows": IMAGES.permute(1, 0, 3, 2)[1:, :2, 1:, ::2],
+    "contiguous": IMAGES[1],
+    "column": IMAGES[0, 0, :, :1],
+    "bfloat16": IMAGES[0].to(torch.bfloat16).permute(1, 2, 0),
+    "parameter": torch.nn.Parameter(IMAGES.to(memory_format=torch.channels_last)),
+    "array in F order": np.asfortranarray(IMAGES.numpy()),
+    "array of dates": np.arange(12).astype("M8[s]").reshape(3, 4).T,
+    "array backwards": np.arange(12.0).reshape(3, 4).T[::-1, ::-1],
+}
+
+
+def dense_strides(value):
+    """Return the strides of a dense copy in the same order, which numpy and torch make."""
+    if isinstance(value, np.ndarray):
+        return np.copy(value, order="K").strides
+    return torch.clone(value).stride()
+
+
+@pytest.mark.parametrize("way", ["save", "staged", "unstaged"])
+@pytest.mark.parametrize("value", LAYOUTS.values(), ids=LAYOUTS)
+def test_elements_keep_their_order_in_memory(checkpointer, value, way):
+    found = through(checkpointer, {"x": value}, way)["x"]
+    assert same(found, value)
+    strides = found.strides if isinstance(found, np.ndarray) else found.stride()
+    assert strides == dense_strides(value)
+    zeros = np.zeros_like if isinstance(value, np.ndarray) else torch.zeros_like
+    target = zeros(value)
+    checkpointer.restore(1, into={"x": target})
+    assert bool((target == value).all())
+
+
+def test_other_programs_find_the_shape_of_the_value(checkpointer):
+    checkpointer.save(1, {name: copy.deepcopy(value) for name, value in LAYOUTS.items()})
+    path = checkpointer.root / "step-1" / "tensors.safetensors"
+    stored = safetensors.torch.load_file(path)
+    for name in ("channels_last", "transposed", "parts of rows", "bfloat16"):
+        assert torch.equal(stored[name], LAYOUTS[name])
+
+
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+FORMS["fused"] = {"fused": True}
+KINDS = {"AdamW": {}, "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("way", ["new", "into"])
+def test_an_optimizer_resumes_to_the_bit(checkpointer, layout, kind, form, way):
     def steps(model, optimizer, count):
         for seed in range(count):
             torch.manual_seed(seed)
             optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().sum().backward()
+            model(torch.randn(4, 8, 6, 6)).square().sum().backward()
             optimizer.step()
 
     def new():
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, 4, 3), torch.nn.Linear(4, 2))
+        if layout == "channels_last":
+            model.to(memory_format=torch.channels_last)
+        if layout == "transposed":
+            for each in model:
+                each.weight = torch.nn.Parameter(each.weight.detach().mT.contiguous().mT)
+        make = getattr(torch.optim, kind)
+        return model, make(model.parameters(), lr=0.01, **KINDS[kind], **FORMS[form])
 
     model, optimizer = new()
     steps(model, optimizer, 3)
@@ -335,13 +396,68 @@ def test_an_optimizer_resumes_to_the_bit(checkpointer):
     state["rng"] = torch.get_rng_state()
     checkpointer.save(3, state)
     again, other = new()
-    found = checkpointer.restore()
+    # deepcopy keeps strides.
+    into = copy.deepcopy(state) if way == "into" else None
+    steps(model, optimizer, 2)
+    found = checkpointer.restore(into=into)
     again.load_state_dict(found["model"])
     other.load_state_dict(found["optimizer"])
     assert torch.equal(found["rng"], state["rng"])
-    steps(model, optimizer, 2)
     steps(again, other, 2)
     assert same(again.state_dict(), model.state_dict())
+
+
+class Versioned(torch.nn.Module):
+    """A module whose state was renamed in version 2."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.seen = []
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.seen.append(local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("way", ["save", "staged", "names", "into"])
+def test_modules_find_the_version_that_saved_them(checkpointer, way):
+    model = torch.nn.Sequential(Versioned())
+    state = {"model": model.state_dict(), "step": 1}
+    if way in ("names", "into"):
+        checkpointer.save(1, state)
+        chosen = {"names": ["model"]} if way == "names" else {"into": copy.deepcopy(state)}
+        found = checkpointer.restore(1, **chosen)
+    else:
+        found = through(checkpointer, state, way)
+    assert type(found["model"]) is collections.OrderedDict
+    model.load_state_dict(found["model"])
+    assert model[0].seen == [2]
+
+
+def test_metadata_of_a_module_that_has_tensors_is_refused(checkpointer):
+    state = torch.nn.Linear(2, 2).state_dict()
+    state._metadata[""]["scale"] = torch.ones(2)
+    with pytest.raises(
+        TypeError, match=r"state\['_metadata'\], an attribute, has a tensor"
+    ):
+        checkpointer.save(1, state)
+
+
+def test_checkpoints_of_the_first_format_are_restored(checkpointer):
+    state = {"x": torch.arange(6.0).reshape(2, 3).t(), "y": np.arange(3)}
+    checkpointer.save(1, state)
+
+    def change(said):
+        del said["state"]["dict"]["x"]["strides"]
+        said["format"] = "nvmeio-checkpoint-1"
+
+    change_tree(checkpointer, change)
+    path = checkpointer.root / "step-1" / "manifest.json"
+    path.write_text(path.read_text().replace("checkpoint-2", "checkpoint-1"))
+    assert same(checkpointer.restore(1), state)
 
 
 class Other(dict):
@@ -667,6 +783,13 @@ HOSTILE = {
     "no Counter": {"Counter": []},
     "no dtype": {"torch.dtype": "nn"},
     "no device": {"torch.device": "tree"},
+    "no state_dict": {"state_dict": {}},
+    "a state_dict of a list": {"state_dict": [[], {"dict": {}}]},
+    "tensors in metadata": {"state_dict": [{"OrderedDict": {"dict": {}}}, {"tensor": "x"}]},
+    "strides with gaps": {"tensor": "x", "strides": [8]},
+    "strides of a part of an element": {"tensor": "x", "strides": [2]},
+    "too many strides": {"tensor": "x", "strides": [4, 4]},
+    "strides beside a view": VIEW | {"strides": [4]},
 }
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 __all__ = [
     "MemoryAt",
     "Place",
+    "c_strides",
     "is_array",
     "itemsize_of",
     "place_of",
@@ -123,6 +124,15 @@ def _shadow(place: Place) -> npt.NDArray[Any]:
 
 def itemsize_of(value: Any) -> int:
     return int(value.itemsize if is_array(value) else value.element_size())
+
+
+def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of elements in C order, in bytes."""
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 class MemoryAt:

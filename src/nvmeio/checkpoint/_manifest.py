@@ -24,6 +24,7 @@ from nvmeio.checkpoint._tree import DEPTH_MAX
 __all__ = [
     "BLOCK_BYTES",
     "FORMAT",
+    "FORMATS",
     "MANIFEST_BYTES_MAX",
     "TREE",
     "TREE_BYTES_MAX",
@@ -35,7 +36,9 @@ __all__ = [
     "require_same",
 ]
 
-FORMAT = "nvmeio-checkpoint-1"
+FORMAT = "nvmeio-checkpoint-2"
+# The first one, of version 0.2, has no strides, and no metadata of modules.
+FORMATS = ("nvmeio-checkpoint-1", FORMAT)
 # The formats of other versions.
 _FORMAT = re.compile(r"nvmeio-checkpoint-[1-9][0-9]{0,3}")
 TREE = "tree.json"
@@ -190,12 +193,12 @@ def read_manifest(folder: str, step: int, opener: Callable[[str], Descriptor]) -
     wrong = functools.partial(_wrong, path)
     said = read_json(folder, MANIFEST, opener)
     form = said.get("format") if isinstance(said, dict) else None
-    if isinstance(form, str) and form != FORMAT and _FORMAT.fullmatch(form):
+    if isinstance(form, str) and form not in FORMATS and _FORMAT.fullmatch(form):
         raise NotDamagedError(
-            f"{path} is of the format {form}; this version of nvmeio reads {FORMAT} only, "
-            "so use a version that knows the other"
+            f"{path} is of the format {form}; this version of nvmeio reads "
+            f"{' and '.join(FORMATS)}, so use a version that knows the other"
         )
-    if form != FORMAT:
+    if form not in FORMATS:
         raise wrong(f"its format is not {FORMAT}")
     if said.get("step") != step or type(said["step"]) is not int:
         raise wrong(f"it is of step {said.get('step')!r:.50}, not {step}")

@@ -21,10 +21,10 @@ from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._stored import PAIRS
 from nvmeio.checkpoint._tree import path_of
 
-__all__ = ["Part", "check_target", "part_of", "rebuild", "same_memory"]
+__all__ = ["Part", "check_target", "in_order", "part_of", "rebuild", "same_memory"]
 
 _FLAGS = ("parameter", "requires_grad")
-_WORDS = {"tensor", "array", "dtype", "shape", "view", "device", *_FLAGS}
+_WORDS = {"tensor", "array", "dtype", "shape", "strides", "view", "device", *_FLAGS}
 _EXTENT_MAX = (1 << 63) - 1
 # The limit of numpy and of torch.
 _DIMENSIONS_MAX = 64
@@ -50,6 +50,7 @@ class Part(NamedTuple):
     how: str  # whole, pairs, bytes or view
     view: View | None
     flags: tuple[str, ...]
+    strides: tuple[int, ...] = ()  # in bytes; () for C order
 
 
 def part_of(node: dict[str, Any], path: tuple[Any, ...], stored: dict[str, Tensor]) -> Part:
@@ -76,7 +77,25 @@ def _part_of(
     part = _sized_part_of(node, path, tensor, by_torch, flags)
     if flags and not (part.dtype.is_floating_point or part.dtype.is_complex):
         raise CheckpointError(f"has the dtype {part.dtype}, which has no gradients")
+    if "strides" in node:
+        return part._replace(strides=_strides_of(node["strides"], part))
     return part
+
+
+def _strides_of(said: Any, part: Part) -> tuple[int, ...]:
+    """Return strides; raise CheckpointError unless they only change the order."""
+    strides = _integers(said, "stride", 1)
+    reached = part.dtype.itemsize
+    longer = (pair for pair in zip(strides, part.shape, strict=False) if pair[1] > 1)
+    dense = len(strides) == len(part.shape) and part.view is None
+    for stride, extent in sorted(longer):
+        dense &= stride == reached
+        reached *= extent
+    if not dense or any(stride % part.dtype.itemsize for stride in strides):
+        raise CheckpointError(
+            f"has the shape {list(part.shape)} and invalid strides: {list(strides)!r:.100}"
+        )
+    return strides
 
 
 def _sized_part_of(
@@ -193,14 +212,28 @@ def _view_of(
     return View(offset, strides, said.get("conj") is True, said.get("neg") is True)
 
 
-def rebuild(part: Part, base: Any) -> Any:
-    """Make a tensor or an array over the memory of a stored tensor."""
+def rebuild(part: Part, base: Any, *, ordered: bool) -> Any:
+    """Make a tensor or an array over the memory of a stored tensor.
+
+    With `ordered`, it is a copy if its elements had another order in memory.
+    """
     try:
-        if part.by_torch:
-            return _with_flags(part, _tensor(part, base))
-        return _array(part, base)
+        made = _tensor(part, base) if part.by_torch else _array(part, base)
+        if ordered and part.strides and part.how != "whole":
+            target = in_order(part)
+            target[...] = made
+            made = target
+        return _with_flags(part, made) if part.by_torch else made
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path_of(part.path)} cannot be rebuilt: {error}") from None
+
+
+def in_order(part: Part) -> Any:
+    """Return memory for a part, with its strides."""
+    if not part.by_torch:
+        return np.ndarray(part.shape, part.dtype, strides=part.strides)
+    strides = [stride // part.dtype.itemsize for stride in part.strides]
+    return torch_module().empty_strided(part.shape, strides, dtype=part.dtype)
 
 
 def _array(part: Part, base: Any) -> Any:

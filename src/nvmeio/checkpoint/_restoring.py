@@ -26,14 +26,21 @@ from nvmeio._tensors.sharing import Place, place_of, sharing, start_of
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
-    FORMAT,
+    FORMATS,
     TREE,
     Checksums,
     read_json,
     read_manifest,
     require_same,
 )
-from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
+from nvmeio.checkpoint._rebuilt import (
+    Part,
+    check_target,
+    in_order,
+    part_of,
+    rebuild,
+    same_memory,
+)
 from nvmeio.checkpoint._tree import decode, path_of, plain
 
 __all__ = ["Held", "MovedError"]
@@ -123,12 +130,12 @@ class Held:
         path = os.path.join(self.folder, TREE)
         if (
             not isinstance(said, dict)
-            or said.get("format") != FORMAT
+            or said.get("format") not in FORMATS
             or said.get("step") != self.step
             or not {"state", "metadata"} <= said.keys()
         ):
             raise CheckpointError(
-                f"{path} is damaged: it is not the {FORMAT} of step {self.step}"
+                f"{path} is damaged: it is not the tree of step {self.step}"
             )
         self._require_place()
         return said
@@ -328,24 +335,30 @@ def _read(
     by_stored: dict[str, list[Part]] = {}
     for part in parts:
         by_stored.setdefault(part.stored.name, []).append(part)
-    numpy, torch = NumPy(), None
+    kinds: list[Framework] = [NumPy()]
     if any(part.by_torch for part in parts):
-        torch = Torch()
+        kinds.append(Torch())
     bases: dict[str, Any] = {}
     out: dict[str, Any] = {}
-    for kind in (numpy, torch):
+    for kind in kinds:
         chosen = []
         for name, group in by_stored.items():
             by_torch = any(part.by_torch for part in group)
-            if kind is None or by_torch != kind.by_torch:
+            if by_torch != kind.by_torch:
                 continue
             wanted = _wanted(file, group[0].stored, kind)
             chosen.append(wanted)
             if targets is not None:
                 out[name] = _destination(group, targets, wanted, kind)
-        if chosen and kind is not None:
-            chosen.sort(key=lambda each: each.tensor.begin)
-            bases |= load(chosen, kind, out=out if targets is not None else None)
+            elif group[0].strides and group[0].how == "whole":
+                out[name] = in_order(group[0])
+        chosen.sort(key=lambda each: each.tensor.begin)
+        new = [each for each in chosen if each.key not in out]
+        given = [each for each in chosen if each.key in out]
+        if new:
+            bases |= load(new, kind)
+        if given:
+            bases |= load(given, kind, out=out)
     made = {}
     for name, group in by_stored.items():
         base = bases[name]
@@ -353,7 +366,7 @@ def _read(
             # Torch requires addresses that are multiples of the element's size, 16 at most.
             base = base.clone()
         for part in group:
-            made[part.path] = rebuild(part, base)
+            made[part.path] = rebuild(part, base, ordered=targets is None)
             if targets is not None:
                 made[part.path] = _delivered(made[part.path], targets[part.path])
     return bases, made

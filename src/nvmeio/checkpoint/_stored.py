@@ -3,7 +3,7 @@
 Those that share memory are stored once.  If one of them covers all the others, it is
 stored, and the others become views of it.  Else their memory is stored as bytes, and all
 become views of that.  A view that shares memory with no other part of the state is stored
-alone, with only its own elements.
+alone, with only its own elements, in C order; its node has its strides if they are others.
 """
 
 import sys
@@ -20,6 +20,7 @@ from nvmeio._tensors.memory import content_problem
 from nvmeio._tensors.sharing import (
     MemoryAt,
     Place,
+    c_strides,
     is_array,
     itemsize_of,
     place_of,
@@ -239,6 +240,9 @@ def _alone(leaf: Leaf, namer: "_Namer") -> Stored:
     """Store a leaf as a tensor of its own."""
     _describe(leaf, namer(leaf.path))
     value, node = leaf.value, leaf.node
+    strides = () if isinstance(value, Deferred) else _dense_strides(value)
+    if strides:
+        node["strides"] = list(strides)
     name, shape = _dtype_name(value), tuple(value.shape)
     if name in FORMAT_NAMES and not (name.startswith("float4") and not shape):
         dtype = FORMAT_NAMES[name]
@@ -248,6 +252,26 @@ def _alone(leaf: Leaf, namer: "_Namer") -> Stored:
         return Stored(_key(node), PAIRS[name], (*shape, 2), value)
     node["shape"] = list(shape)
     return Stored(_key(node), "U8", (value.nbytes,), value)
+
+
+def _dense_strides(value: Any) -> tuple[int, ...]:
+    """Return the strides, in bytes, of a dense copy; () if those are of C order."""
+    shape, itemsize = tuple(value.shape), itemsize_of(value)
+    if 0 in shape or not itemsize:
+        return ()
+    if is_array(value):
+        if value.flags.c_contiguous:
+            return ()
+        strides: tuple[int, ...] = np.empty_like(value, order="K", subok=False).strides
+        return strides
+    # Compared exactly: a dimension of 1 alone can make a tensor channels_last.
+    ordered = c_strides(shape, 1)
+    if value.stride() == ordered:
+        return ()
+    torch = sys.modules["torch"]
+    like = torch.empty_strided(shape, value.stride(), dtype=torch.uint8, device="meta")
+    found: tuple[int, ...] = torch.empty_like(like).stride()
+    return () if found == ordered else tuple(stride * itemsize for stride in found)
 
 
 def _key(node: dict[str, Any]) -> str:

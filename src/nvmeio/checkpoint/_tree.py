@@ -2,7 +2,9 @@
 
 A value that JSON lacks is an object whose single key is its kind: {"tuple": [...]},
 {"float": "nan"}.  A dict with only str keys is {"dict": {...}}, another dict is
-{"items": [[0, ...], ...]}.  The JSON names no code, so reading it runs none.
+{"items": [[0, ...], ...]}.  An OrderedDict with the attribute _metadata, as state_dict() of
+a module returns it, is {"state_dict": [{"OrderedDict": ...}, metadata]}.  The JSON names no
+code, so reading it runs none.
 """
 
 import base64
@@ -114,12 +116,21 @@ class _Encoder:
             found = self._items(value, path)
             if kind is not dict:
                 found = {kind.__name__: found}
+            if kind is OrderedDict and (metadata := getattr(value, "_metadata", None)):
+                found = {"state_dict": [found, self._metadata(metadata, path)]}
         else:
             found = [self.node(each, (*path, index)) for index, each in enumerate(value)]
             if kind is not list:
                 found = {"tuple" if kind is tuple else "Size": found}
         self.within.remove(id(value))
         return found
+
+    def _metadata(self, value: Any, path: Path) -> Any:
+        before, below = len(self.leaves), (*path, "_metadata")
+        node = self.node(value, below)
+        if len(self.leaves) > before:
+            raise TypeError(f"{path_of(below)}, an attribute, has a tensor or an array")
+        return node
 
     def _items(self, value: dict[Any, Any], path: Path) -> Any:
         for key in value:
@@ -165,6 +176,8 @@ def plain(tree: Any) -> Any:
     ((kind, content),) = tree.items()
     if kind == "dict" and isinstance(content, dict):
         return {key: plain(each) for key, each in content.items()}
+    if kind == "state_dict" and isinstance(content, list):
+        return plain(content[0] if content else None)
     if kind in ("tuple", "Size", "OrderedDict", "Counter"):
         return plain(content)
     return {kind: plain(content)} if kind == "items" else tree
@@ -338,6 +351,22 @@ class _Decoder:
     ) -> Counter[Key]:
         return Counter(self._dict_of(content, path, wanted))
 
+    def _state_dict(
+        self, content: Any, path: Path, wanted: _Names | None
+    ) -> OrderedDict[Key, Any]:
+        below = (*path, "_metadata")
+
+        def refused(node: Any, path: Path) -> Any:
+            raise self._wrong(path, "is a tensor or an array")
+
+        if not isinstance(content, list) or len(content) != 2:
+            raise self._wrong(path, "is not a state_dict")
+        found = self.value(content[0], path, wanted)
+        if type(found) is not OrderedDict:
+            raise self._wrong(path, "is not a state_dict")
+        vars(found)["_metadata"] = _Decoder(refused).value(content[1], below)
+        return found
+
     def _dict_of(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
         if not isinstance(content, dict) or content.keys() not in ({"dict"}, {"items"}):
             raise self._wrong(path, "is not a dict")
@@ -383,5 +412,5 @@ class _Decoder:
 
 # Counter is included because torch's scheduler MultiStepLR has one in its state.
 _DICTS = (dict, OrderedDict, Counter)
-_NESTED = ("tuple", "Size", "dict", "items", "OrderedDict", "Counter")
+_NESTED = ("tuple", "Size", "dict", "items", "OrderedDict", "Counter", "state_dict")
 _KINDS = (*_NESTED, "float", "complex", "bytes", "scalar", "torch.dtype", "torch.device")
