@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import tarfile
 import time
@@ -20,6 +21,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers import pattern  # noqa: E402
 from nvmeio.safetensors.numpy import load_file, save_file  # noqa: E402
 from nvmeio.torch import BatchStream, TarDataset  # noqa: E402
+from nvmeio.torch.data import _tar_index  # noqa: E402
+from nvmeio.torch.data._tar_index import _key_and_suffix  # noqa: E402
 
 FORMATS = {
     "ustar": tarfile.USTAR_FORMAT,
@@ -141,15 +144,41 @@ class TestSamples:
             expected.append({"__key__": name, **sample})
         assert samples_of(write(tmp_path / "a.tar", members, kind)) == expected
 
-    def test_a_sample_has_only_consecutive_files(self, tmp_path):
-        names = ["a.X", "a.y", "b.x", "a.z", "a.b/c.x.Y", "a.b/c.z"]
+    def test_names_are_split_as_webdataset_splits_them(self):
+        pattern = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+        for size in range(10):
+            for letters in itertools.product("a./", repeat=size):
+                path = "".join(letters)
+                found = pattern.match(path)
+                assert _key_and_suffix(path) == (found and found.groups())
+
+    def test_a_sample_in_two_places_is_refused(self, tmp_path):
+        names = ["a.X", "a.y", "b.x", "c.x", "a.z", "a.b/c.x.Y", "a.b/c.z"]
         path = write(tmp_path / "a.tar", [member(name, b"1") for name in names])
-        assert samples_of(path) == [
-            {"__key__": "a", "x": b"1", "y": b"1"},
-            {"__key__": "b", "x": b"1"},
-            {"__key__": "a", "z": b"1"},
-            {"__key__": "a.b/c", "x.y": b"1", "z": b"1"},
+        with pytest.raises(
+            ValueError, match="sample 'a' at two places, as samples 0 and 3"
+        ):
+            samples_of(path)
+        path = write(path, [member(name, b"1") for name in names if name != "a.z"])
+        assert [sample["__key__"] for sample in samples_of(path)] == [
+            "a",
+            "b",
+            "c",
+            "a.b/c",
         ]
+
+    def test_keys_of_one_hash_are_two_samples(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(_tar_index, "hash", lambda key: len(key), raising=False)
+        path = write(tmp_path / "a.tar", [member(f"{key}.x", b"1") for key in "abc"])
+        assert [sample["__key__"] for sample in samples_of(path)] == ["a", "b", "c"]
+
+    def test_times_in_headers_of_gnu_are_no_folder(self, tmp_path):
+        header = bytearray(block(b"a.txt", b"%011o\0" % 5, rest=b"15112160463\0" * 2))
+        header[257:265] = b"ustar  \0"
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        (tmp_path / "a.tar").write_bytes(bytes(header) + padded(b"12345") + END)
+        assert samples_of(tmp_path / "a.tar") == [{"__key__": "a", "txt": b"12345"}]
 
     def test_other_members_are_left_out(self, tmp_path):
         members = [
@@ -482,9 +511,9 @@ class TestSavedIndex:
     def test_an_index_of_another_version_is_replaced(self, shard):
         expected = samples_of(shard)
         arrays = load_file(saved(shard))
-        save_file(arrays, saved(shard), {"format": "nvmeio tar index 2"})
+        save_file(arrays, saved(shard), {"format": "nvmeio tar index 1"})
         assert samples_of(shard) == expected
-        assert b"nvmeio tar index 1" in saved(shard).read_bytes()
+        assert b"nvmeio tar index 2" in saved(shard).read_bytes()
 
 
 class TestLoaders:

@@ -40,7 +40,7 @@ class TarDataset(RecordDataset):
         An argument is of the wrong type.
     ValueError
         An archive is compressed, damaged or truncated; has a sparse file; or has two files
-        of the same name in a sample.  Or two archives would share a saved index.
+        of the same name in a sample, or a sample at two places.  Or two archives would share a saved index.
 
     Warns
     -----
@@ -55,7 +55,8 @@ class TarDataset(RecordDataset):
     is the absolute path; WebDataset has the path as it was given.  The samples are in the
     order of the archives.  As in WebDataset, files that follow each other and have the same
     name up to the first dot are one sample; links, files without an extension and ``__*__``
-    are left out.
+    are left out.  Where other samples are between the files of one, WebDataset yields parts
+    of it; this refuses the archive.
 
     To make an index, all headers of an archive are read; large files are skipped.  A saved
     index is used as long as the archive has the same size and modification time, and was

@@ -33,7 +33,7 @@ _log = logging.getLogger("nvmeio")
 
 # The suffix that is added to an archive's name for its saved index.
 SUFFIX = ".nvmeio-index"
-_FORMAT = "nvmeio tar index 1"
+_FORMAT = "nvmeio tar index 2"
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -63,8 +63,7 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
-# From WebDataset's tariterators.py: base_plus_ext(), and the default of skip_meta.
-_KEY_AND_SUFFIX = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+# From WebDataset's tariterators.py: the default of skip_meta.
 _META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -217,7 +216,8 @@ class _Archive:
             if is_regular:
                 if extended and (path := extended.get("path")) is not None:
                     name = path
-                elif header[345]:
+                elif header[345] and header.startswith(b"ustar\0", 257):
+                    # In GNU's headers ("ustar  "), these bytes are the atime.
                     name = header[345:500].partition(b"\0")[0] + b"/" + name
                 yield decoded(name), begin, size
             elif kind == _SPARSE:
@@ -348,6 +348,21 @@ def _pax_records(contents: bytes) -> dict[str, bytes]:
 # Samples.
 
 
+def _key_and_suffix(path: str) -> tuple[str, str] | None:
+    """Split a path at the first dot of its name, as base_plus_ext() of WebDataset does.
+
+    Its pattern, ^((?:.*/|)[^.]+)[.]([^/]*)$, takes a time that is quadratic.
+    """
+    slash = path.rfind("/")
+    dot = path.find(".", slash + 1)
+    if dot == slash + 1:
+        # The key of .name in a folder ends with the folder, unless that has a dot too.
+        folder = path[path.rfind("/", 0, max(slash, 0)) + 1 : slash + 1]
+        if not folder or "." in folder:
+            return None
+    return None if dot < 0 else (path[:dot], path[dot + 1 :])
+
+
 def _grouped(archive: _Archive) -> TarIndex:
     """Walk through an archive, and group its members."""
     firsts, offsets, sizes, fields = array("q"), array("q"), array("q"), array("i")
@@ -355,15 +370,15 @@ def _grouped(archive: _Archive) -> TarIndex:
     names: dict[str, int] = {}
     last: str | None = None
     seen: set[str] = set()
-    match, is_meta = _KEY_AND_SUFFIX.match, _META.match
+    hashes = array("q")
     for path, offset, size in archive.members():
-        found = match(path)
-        if found is None or (path.startswith("__") and is_meta(path)):
+        found = _key_and_suffix(path)
+        if found is None or (path.startswith("__") and _META.match(path)):
             continue
-        key, name = found.groups()
-        name = name.lower()
+        key, name = found[0], found[1].lower()
         if key != last:
             last = key
+            hashes.append(hash(key))
             seen = {"__key__", "__url__"}
             firsts.append(len(offsets))
             keys += key.encode("utf-8", "surrogateescape")
@@ -378,6 +393,7 @@ def _grouped(archive: _Archive) -> TarIndex:
         sizes.append(size)
         fields.append(names.setdefault(name, len(names)))
     firsts.append(len(offsets))
+    _refuse_split(archive.path, keys, key_ends, np.array(hashes, np.int64))
     return TarIndex(
         np.array(firsts, np.int64),
         np.array(offsets, np.int64),
@@ -387,6 +403,24 @@ def _grouped(archive: _Archive) -> TarIndex:
         np.array(key_ends, np.int64),
         list(names),
     )
+
+
+def _refuse_split(
+    path: str | bytes, keys: bytearray, key_ends: "array[int]", hashes: Integers
+) -> None:
+    """Raise ValueError for a key that comes again after another one."""
+    order = np.argsort(hashes, kind="stable")
+    again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
+    seen: dict[bytes, int] = {}
+    for number in np.unique(order[np.concatenate([again - 1, again])]).tolist():
+        key = bytes(keys[key_ends[number - 1] if number else 0 : key_ends[number]])
+        first = seen.setdefault(key, number)
+        if first != number:
+            raise ValueError(
+                f"the archive {path!r} has files of the sample {decoded(key)!r} at two "
+                f"places, as samples {first} and {number}: make it with the files of a "
+                "sample next to each other, as tar --sort=name does"
+            )
 
 
 # A saved index is a safetensors file, because its reader is made for untrusted files.
