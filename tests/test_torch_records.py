@@ -437,6 +437,7 @@ class TestMegatronDataset:
             ({"pointers": [-2, 200, 200, 700, 702]}, "sequence 0 of 100 elements begins"),
             ({"documents": [0, 2, 1, 5]}, "document index 2 is 1; it must be from 2 to 5"),
             ({"documents": [0, 2, 5, 6]}, "document index 3 is 6; it must be from 5 to 5"),
+            ({"documents": [0, 2, 2, 4]}, "its documents end at sequence 4 of 5"),
             ({"documents": [-1, 2, 5, 5]}, "document index 0 is -1; it must be from 0 to"),
         ],
         ids=repr,

@@ -241,7 +241,7 @@ class _IndexFile:
         return end
 
     def _check_documents(self, path: str | bytes) -> None:
-        """Raise ValueError for documents that overlap, or end after the last sequence."""
+        """Raise ValueError for documents that overlap, or end elsewhere than the sequences."""
         last = 0
         for start in range(0, len(self.documents), CHECKED_AT_ONCE):
             part = self.documents[start : start + CHECKED_AT_ONCE]
@@ -255,6 +255,11 @@ class _IndexFile:
                     f"{len(self.lengths)}"
                 )
             last = int(part[-1])
+        if last != len(self.lengths):
+            raise ValueError(
+                f"{path!r} is corrupt: its documents end at sequence {last} of "
+                f"{len(self.lengths)}"
+            )
 
 
 def _with_suffix(prefix: str | bytes, suffix: str) -> str | bytes:
