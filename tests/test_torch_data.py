@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -195,11 +196,23 @@ class TestArrayDataset:
             dataset[index]
         with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
             dataset.__getitems__([0, index])
-        for wrong in ([0, 1], slice(0, 5)):
-            with pytest.raises(
-                TypeError, match=r"index is .*; it must be an integer; .*Sub"
-            ):
-                dataset[wrong]
+        with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
+            dataset[[0, index]]
+        with pytest.raises(TypeError, match=r"index is .*; it must be an integer; .*Sub"):
+            dataset[0:5]
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_a_sampler_of_batches_gives_what_a_batch_sampler_gives(
+        self, file, labels, workers
+    ):
+        for dataset in (ArrayDataset(file), ArrayDataset(file, labels)):
+            batches = BatchSampler(SequentialSampler(dataset), 10, drop_last=False)
+            whole = DataLoader(
+                dataset, sampler=batches, batch_size=None, num_workers=workers
+            )
+            single = DataLoader(dataset, batch_sampler=batches)
+            for found, expected in zip(whole, single, strict=True):
+                assert_equal(found, expected)
 
     @pytest.mark.parametrize("indices", [3, torch.tensor(3), [[0, 1]]], ids=repr)
     def test_indices_of_a_batch_must_be_of_one_axis(self, file, tmp_path, indices):
@@ -1224,6 +1237,22 @@ class TestResume:
             sampler.rank = rank
             streams.append(BatchStream(dataset, in_batches(sampler)))
         with pytest.raises(ValueError, match="state is of rank 0, and this is rank 1"):
+            streams[1].load_state_dict(streams[0].state_dict())
+
+    def test_an_order_of_another_rank_that_nothing_tells_is_refused(self, labels):
+        """It would be a mixture: some samples twice, and others never."""
+
+        class Shuffled:
+            def __init__(self, rank):
+                self.rank = rank
+
+            def __iter__(self):
+                yield from random.sample([[i] for i in range(self.rank, 100, 2)], 50)
+
+        dataset = ArrayDataset(labels)
+        streams = [BatchStream(dataset, Shuffled(rank)) for rank in range(2)]
+        next(iter(streams[0]))
+        with pytest.raises(ValueError, match="Shuffled may draw numbers of its own"):
             streams[1].load_state_dict(streams[0].state_dict())
 
     def test_a_state_of_another_sampler_is_refused(self, labels):

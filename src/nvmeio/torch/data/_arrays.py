@@ -46,7 +46,9 @@ class ArrayDataset(StoredDataset):
     Notes
     -----
     Sample ``i`` is row ``i`` as a tensor; with several arrays, a tuple with a row of each.
-    Index -1 is the last row.  ``IndexError`` names the out-of-range index.
+    Index -1 is the last row.  ``IndexError`` names the out-of-range index.  A list of
+    indices gives a batch, for a DataLoader with ``sampler=BatchSampler(...)`` and
+    ``batch_size=None``.
 
     A batch of a DataLoader is one gather per array, and its samples are views of one
     tensor.  The dataset can be pickled and forked, so workers may be started in any way.

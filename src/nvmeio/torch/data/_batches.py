@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Subset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    get_worker_info,
+)
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from nvmeio._arguments.checks import flag, whole
@@ -423,12 +429,16 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
                 "with its `generator=`"
             )
         rank = _rank_of(self.batch_sampler)
-        draws = any(hasattr(one, "generator") for one in _samplers_of(self.batch_sampler))
-        if draws and place.rank != rank:
-            raise ValueError(
-                f"the state is of rank {place.rank}, and this is rank {rank}, whose "
-                "sampler draws numbers of its own; save the state of each rank"
-            )
+        if rank == place.rank:
+            return
+        # What was skipped cannot be compared, so its order must be known otherwise.
+        for one in _samplers_of(self.batch_sampler):
+            if not _is_repeatable(one):
+                raise ValueError(
+                    f"the state is of rank {place.rank}, and this is rank {rank}, whose "
+                    f"{type(one).__qualname__} may draw numbers of its own: it has no seed "
+                    "and epoch; save the state of each rank"
+                )
 
 
 def _samplers_of(batch_sampler: Any) -> list[Any]:
@@ -446,6 +456,16 @@ def _generators_of(batch_sampler: Any) -> list[torch.Generator]:
     """Return the random generators of a batch sampler and the samplers inside it."""
     drawn = (getattr(one, "generator", None) for one in _samplers_of(batch_sampler))
     return [one for one in drawn if isinstance(one, torch.Generator)]
+
+
+def _is_repeatable(sampler: Any) -> bool:
+    """Return whether a sampler's order depends on seed, epoch and the samplers in it."""
+    if hasattr(sampler, "generator"):
+        return False
+    known = type(sampler) in (BatchSampler, SequentialSampler, list, tuple, range)
+    return known or all(
+        isinstance(getattr(sampler, n, None), int) for n in ("seed", "epoch")
+    )
 
 
 def _rank_of(batch_sampler: Any) -> int:

@@ -286,6 +286,11 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         return self._samples(flight.land())
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, list) or (
+            isinstance(index, np.ndarray | torch.Tensor) and index.ndim
+        ):
+            # From a DataLoader(sampler=BatchSampler(...), batch_size=None).
+            return self._batch(self._begin(self._batch_rows(index)))
         try:
             row = integer("index", index)
         except TypeError as error:
