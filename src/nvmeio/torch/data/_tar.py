@@ -40,7 +40,8 @@ class TarDataset(RecordDataset):
         An argument is of the wrong type.
     ValueError
         An archive is compressed, damaged or truncated; has a sparse file; or has two files
-        of the same name in a sample, or a sample at two places.  Or two archives would share a saved index.
+        of the same name in a sample, or a sample at two places.  Or two archives would
+        share a saved index.
 
     Warns
     -----
