@@ -241,7 +241,7 @@ class _IndexFile:
         return end
 
     def _check_documents(self, path: str | bytes) -> None:
-        """Raise ValueError for documents that overlap, or end elsewhere than the sequences."""
+        """Raise ValueError for documents that overlap, or do not end with the sequences."""
         last = 0
         for start in range(0, len(self.documents), CHECKED_AT_ONCE):
             part = self.documents[start : start + CHECKED_AT_ONCE]
