@@ -1,6 +1,7 @@
 """Records of any sizes, in one file or several, read by one gather for each file."""
 
 import errno
+import functools
 import os
 import pickle
 import struct
@@ -125,17 +126,22 @@ def test_hostile_indices_are_refused_before_a_read(tmp_path, change, error, mess
     assert nvmeio.default_handle().stats()["requests"] == before
 
 
-def test_a_truncated_file_is_named(records):
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_truncated_file_is_named(records, opened):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    if opened:
+        dataset[0]
     os.truncate(records.path, records.offsets[4] + 100)
-    with pytest.raises(OSError, match="past the end of the file") as caught:
+    words = "past the end of the file" if opened else r"was replaced .* and had"
+    with pytest.raises(OSError, match=words) as caught:
         dataset.__getitems__([1, 4])
-    assert caught.value.errno == errno.ENODATA
+    assert caught.value.errno == (errno.ENODATA if opened else errno.ESTALE)
     assert caught.value.filename == str(records.path)
 
 
 def test_a_worker_raises_an_os_error_too(records):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    dataset[0]
     os.truncate(records.path, 0)
     with pytest.raises(nvmeio.GatherError, match="records") as caught:
         list(DataLoader(dataset, 9, num_workers=1, collate_fn=list))
@@ -144,13 +150,74 @@ def test_a_worker_raises_an_os_error_too(records):
     assert str(again) == str(caught.value)
 
 
-def test_a_file_that_was_replaced_is_named(records):
+def change(path, how):
+    """Change a file, or replace it by a copy; return whether it still has its bytes."""
+    content = path.read_bytes()
+    if how == "touched":
+        os.utime(path, ns=(1, 1))
+    elif how == "made readable":
+        path.chmod(0o640)
+    elif how == "copied":
+        other = path.with_name("other")
+        other.write_bytes(content)
+        os.replace(other, path)
+    elif how == "grown":
+        path.write_bytes(content + b"more")
+    elif how == "written anew":
+        # ext4 gives it the number of the old one.
+        path.unlink()
+        path.write_bytes(bytes(len(content)))
+    elif how == "written in place":
+        path.write_bytes(content[:-1] + b"?")
+    elif how == "of another length":
+        path.write_bytes(content[:-1])
+    return how in ("touched", "made readable", "copied", "grown")
+
+
+CHANGES = ["touched", "made readable", "copied", "grown"]
+CHANGES += ["written anew", "written in place", "of another length"]
+
+
+@pytest.mark.parametrize("way", ["reopened", "spawn", "fork", "pickled"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_a_dataset_reads_is_what_it_was_made_from(records, how, way):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)
-    other = records.path.with_name("other")
-    other.write_bytes(bytes(len(records.content)))
-    os.replace(other, records.path)
-    with pytest.raises(OSError, match=r"was replaced .*records"):
-        dataset[0]
+    is_same = change(records.path, how)
+    if way == "pickled":
+        dataset = pickle.loads(pickle.dumps(dataset))
+    read = functools.partial(dataset.__getitems__, range(3))
+    if way in ("spawn", "fork"):
+        loader = DataLoader(
+            dataset, 3, num_workers=1, collate_fn=list, multiprocessing_context=way
+        )
+        read = functools.partial(next, iter(loader))
+    if is_same:
+        assert [bytes_of(sample) for sample in read()] == records.expected[:3]
+    else:
+        with pytest.raises(OSError, match=r"was replaced or changed .*records") as caught:
+            read()
+        # torch passes on the text of a worker's error alone.
+        assert caught.value.errno == (
+            errno.ESTALE if way in ("reopened", "pickled") else None
+        )
+
+
+@pytest.mark.parametrize("how", ["touched", "copied", "written anew", "of another length"])
+def test_a_mapped_index_is_the_one_that_was_mapped(records, tmp_path, how):
+    path = tmp_path / "offsets.npy"
+    np.save(path, records.offsets)
+    mapped = np.load(path, mmap_mode="r")
+    dataset = RecordDataset(records.path, mapped, records.sizes)
+    other = tmp_path / "other.npy"
+    other.write_bytes(path.read_bytes())
+    is_same = change(other, how)
+    os.replace(other, path)
+    pickled = pickle.dumps(dataset)
+    if is_same:
+        assert bytes_of(pickle.loads(pickled)[3]) == records.expected[3]
+    else:
+        with pytest.raises(OSError, match=r"was replaced or changed .*offsets.npy"):
+            pickle.loads(pickled)
 
 
 def test_repr_and_close_work(tmp_path):
@@ -263,6 +330,7 @@ def test_an_error_leaves_no_file_open(tmp_path, how):
         path.touch()
         os.truncate(path, size)
     dataset = RecordDataset(paths, [0, 0], sizes, files=[0, 1])
+    dataset[1]
     os.truncate(paths[1], 50)
     stream = iter(BatchStream(dataset, [[0, 1]]))
     with pytest.raises(OSError, match=r"past the end of .*short"):

@@ -59,8 +59,10 @@ class ArrayDataset(StoredDataset):
     ``ArrayFile`` that was passed.
 
     A ``torch.utils.data.ConcatDataset`` requests its samples one by one, so they are read
-    one by one.  The number of samples does not change after construction.  A worker raises
-    OSError (ESTALE) if a file that it opens was replaced since then.
+    one by one.  The number of samples does not change after construction.  Where a file is
+    opened or mapped again, as in workers, OSError (ESTALE) is raised if it was replaced or
+    changed since then: if it is shorter, or if its number or times differ and so do the
+    first, the middle or the last 4 KiB of the samples.  A ``numpy.memmap`` is mapped again.
 
     Examples
     --------

@@ -11,7 +11,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,8 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
+from nvmeio.torch.data._identity import Identity, identity_of, require_same
+from nvmeio.torch.data._mapping import Mapping, mapping_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -102,8 +103,13 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
             for source in sources
         ]
         self._opened: list[Any] | None = None
+        self._mappings = {
+            number: mapping
+            for number, one in enumerate(self._sources)
+            if isinstance(one, np.ndarray) and (mapping := mapping_of(one)) is not None
+        }
         # Of each file, by its position: its layout, and which file it is.
-        self._seen: dict[int, tuple[Any, tuple[int, int] | None]] = {}
+        self._seen: dict[int, tuple[Any, Identity]] = {}
         self._closed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -161,19 +167,33 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         source = self._sources[number]
         one = self._open(source) if isinstance(source, str | bytes) else source
         if isinstance(one, ArrayFile):
-            self._check_same(number, one._file, (one.dtype, one.shape[1:]))
+            rows = one.shape[0] if one.shape else 1
+            end = one.offset + rows * one._row_bytes
+            self._check_same(number, one._file, (one.dtype, one.shape[1:]), one.offset, end)
         return one
 
-    def _check_same(self, number: int, file: File, layout: Any = None) -> None:
-        """Raise OSError (ESTALE) if a file is not the one the dataset was made from."""
-        status = os.fstat(file.fileno())
-        identity = status.st_dev, status.st_ino
-        then, known = self._seen.setdefault(number, (layout, identity))
-        if known is None:
-            self._seen[number] = then, identity
-        if then != layout or known not in (None, identity):
-            words = "the file was replaced or changed since the dataset was made"
-            raise OSError(errno.ESTALE, words, file.path)
+    def _check_same(
+        self,
+        number: int,
+        file: File,
+        layout: Any = None,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        may_grow: bool = True,
+    ) -> None:
+        """Raise OSError (ESTALE) if a file is not the one the dataset was made from.
+
+        Its samples are in its bytes from `begin` to `end`.
+        """
+        if number not in self._seen:
+            self._seen[number] = layout, identity_of(file, begin, end)
+            return
+        then, known = self._seen[number]
+        if then != layout:
+            words = "the file was replaced or changed since the dataset was made: "
+            raise OSError(errno.ESTALE, f"{words}it is {layout}, and was {then}", file.path)
+        require_same(file, known, may_grow=may_grow)
 
     def _why_empty(self) -> str:
         """Return why there are no samples, for a message."""
@@ -308,12 +328,14 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process opens its own files.  One that is not started by this one may be on
-        # another machine, which has copies of them.
-        seen = self._seen
-        if get_spawning_popen() is None:
-            seen = {number: (layout, None) for number, (layout, _) in list(seen.items())}
-        return {**self.__dict__, "_opened": None, "_seen": seen}
+        # Each process opens its own files, and maps them.
+        sources = [self._mappings.get(n, one) for n, one in enumerate(self._sources)]
+        return {**self.__dict__, "_opened": None, "_sources": sources}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sources = state["_sources"]
+        sources = [one.array() if isinstance(one, Mapping) else one for one in sources]
+        self.__dict__.update(state, _sources=sources)
 
 
 def beginnings_of(array: ArrayFile, rows: Positions, nbytes: int) -> npt.NDArray[Any]:

@@ -1,7 +1,6 @@
 """``RecordDataset``: records of any sizes, in one file or many, as a dataset."""
 
 import contextlib
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from nvmeio._native.gather import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._dataset import COMPARED_BYTES, Flight, StoredDataset, literal
+from nvmeio.torch.data._mapping import Mapping, mapping_of
 
 __all__ = [
     "CHECKED_AT_ONCE",
@@ -50,6 +50,7 @@ class SharedArray:
 
     def __init__(self, array: Any) -> None:
         self.array: Integers = np.asarray(array)
+        self._mapping = mapping_of(self.array)
         self._shared: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -59,9 +60,8 @@ class SharedArray:
         return self.array[rows].astype(np.int64, copy=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = _map_of(self.array)
-        if found is not None:
-            return _mapped, found
+        if self._mapping is not None:
+            return _mapped, self._mapping
         # Only while a process is being started can torch pass shared memory.
         if get_spawning_popen() is not None and self.array.nbytes >= _SHARED_MIN:
             # /dev/shm may be too small; then the array is copied.
@@ -74,25 +74,8 @@ class SharedArray:
         return SharedArray, (self.array,)
 
 
-def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
-    """Return where an array is in a mapped file; None if it is in memory."""
-    owner: Any = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    # Changes in a copy-on-write mapping are not in the file.
-    mapped = isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)
-    if not mapped or owner.filename is None or owner.mode == "c":
-        return None
-    start = array.ctypes.data - owner.ctypes.data + owner.offset
-    return owner.filename, array.dtype, array.shape, array.strides, start
-
-
-def _mapped(
-    filename: Any, dtype: Any, shape: Any, strides: tuple[int, ...], start: int
-) -> SharedArray:
-    """Map an array of a file again."""
-    whole = np.memmap(filename, np.uint8, "r")
-    return SharedArray(np.ndarray(shape, dtype, whole, start, strides))
+def _mapped(*mapping: Any) -> SharedArray:
+    return SharedArray(Mapping(*mapping).array())
 
 
 class RecordDataset(StoredDataset):
@@ -132,8 +115,10 @@ class RecordDataset(StoredDataset):
 
     Arrays, also of ``numpy.memmap``, of small integers or of views, are not copied and must
     not change afterwards.  Files are opened when they are first needed, in each process;
-    at most 128 stay open.  A file that was truncated since raises an OSError, ENODATA, with
-    its path; one that was replaced before it was opened again, also in a worker, ESTALE.
+    at most 128 stay open.  A file that was truncated while it was open raises an OSError,
+    ENODATA, with its path.  One that is opened again, also in a worker, raises ESTALE if it
+    is shorter, or if its number or times differ and so do its first, middle or last 4 KiB.
+    So a touch or a copy disturbs nobody, and a change between these blocks is not found.
 
     Examples
     --------
@@ -188,7 +173,7 @@ class RecordDataset(StoredDataset):
 
     def _check_file(self, number: int, file: File) -> None:
         """Raise OSError if a file is not the one that the index describes."""
-        self._check_same(number, file, None if self._may_grow else file.size)
+        self._check_same(number, file, may_grow=self._may_grow)
 
     def _open_all(self) -> list[Any]:
         return [OpenFiles(self._file_of)]
