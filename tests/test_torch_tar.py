@@ -354,56 +354,66 @@ def saved(path):
     return path.with_name(path.name + ".nvmeio-index")
 
 
-def spoil(path, index=None):
-    """Make the headers of an archive unreadable, so that only its index can be used."""
-    before = path.stat()
-    content = bytearray(path.read_bytes())
-    content[:100] = b"spoiled".ljust(100)
-    path.write_bytes(content)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    # As if the archive had been like that before the index was made.
-    index = index or saved(path)
-    while index.stat().st_ctime_ns <= path.stat().st_ctime_ns:
-        os.utime(index)
+@pytest.fixture
+def walked(monkeypatch):
+    """The archives whose headers were all read, instead of their saved index."""
+    found = []
+
+    class Noticed(_tar_index._Archive):
+        def __init__(self, file):
+            found.append(file.path)
+            super().__init__(file)
+
+    monkeypatch.setattr(_tar_index, "_Archive", Noticed)
+    return found
 
 
 class TestSavedIndex:
-    def test_a_saved_index_is_used_the_next_time(self, shard):
+    def test_a_saved_index_is_used_the_next_time(self, shard, walked):
         expected = samples_of(shard)
         assert saved(shard).exists()
-        spoil(shard)
         assert samples_of(shard) == expected
-        with pytest.raises(ValueError, match="is not a tar archive"):
-            TarDataset(shard, index=False)
+        assert walked == [str(shard)]
 
-    @pytest.mark.parametrize("change", ["grown", "touched", "replaced", "same moment"])
-    def test_the_index_is_made_again_when_the_archive_changes(self, shard, change):
+    @pytest.mark.parametrize(
+        "how", ["grown", "touched", "replaced", "copied", "another mode", "same moment"]
+    )
+    def test_the_index_is_made_again_when_the_archive_changes(self, shard, walked, how):
         before = samples_of(shard)
-        if change == "grown":
-            stamp = shard.stat()
+        stamp = shard.stat()
+        if how == "grown":
             with tarfile.open(shard, "a") as archive:
                 info, content = member("new.txt", b"new" * 5000)
                 archive.addfile(info, io.BytesIO(content))
-            os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
             before.append({"__key__": "new", "txt": content})
+        elif how == "touched":
+            os.utime(shard)
+        elif how == "another mode":
+            shard.chmod(0o600)
+        elif how == "copied":
+            shutil.copy2(shard, shard.with_name("other.tar"))
+            os.replace(shard.with_name("other.tar"), shard)
+        elif how == "replaced":
+            other = shard.with_name("other.tar")
+            make_shard(other, seed=7)
+            os.replace(other, shard)
         else:
-            spoil(shard)
-            if change == "touched":
-                os.utime(shard)
-            elif change == "replaced":
-                other = shard.with_name("other.tar")
-                make_shard(other, seed=7)
-                os.replace(other, shard)
-                before = samples_of(shard, index=False)
-            else:
-                stamp = shard.stat()
-                os.utime(saved(shard), ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-        if change in ("touched", "same moment"):
+            # In place, in the moment in which the index was saved: nothing but bytes tell.
+            content = bytearray(shard.read_bytes())
+            content[:100] = b"spoiled".ljust(100)
+            shard.write_bytes(content)
+        if how != "touched":
+            os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        if how == "same moment":
             # Reading the headers finds what the index would have hidden.
             with pytest.raises(ValueError, match="is not a tar archive"):
                 TarDataset(shard)
-        else:
-            assert samples_of(shard) == before
+            return
+        found = samples_of(shard)
+        assert (found == before) == (how != "replaced")
+        again = how not in ("copied", "another mode")
+        assert walked == [str(shard)] * (1 + again)
+        assert found == samples_of(shard, index=False)
 
     def test_another_archive_of_the_same_size_and_time_is_indexed(self, tmp_path):
         paths = [tmp_path / name for name in ("first.tar", "second.tar")]
@@ -420,7 +430,7 @@ class TestSavedIndex:
         assert samples_of(paths[0]) == expected
 
     @pytest.mark.parametrize("there", [True, False], ids=["to a file", "dangling"])
-    def test_a_symbolic_link_is_replaced(self, shard, tmp_path, there):
+    def test_a_symbolic_link_is_replaced(self, shard, tmp_path, there, walked):
         victim = tmp_path / "victim"
         if there:
             victim.write_text("precious")
@@ -429,28 +439,33 @@ class TestSavedIndex:
         assert victim.exists() is there
         assert not there or victim.read_text() == "precious"
         assert not saved(shard).is_symlink()
-        spoil(shard)
         assert samples_of(shard) == expected
+        assert walked == [str(shard)]
 
     def test_no_index_is_saved_unless_requested(self, shard):
         samples_of(shard, index=False)
         assert os.listdir(shard.parent) == [shard.name]
 
-    def test_the_index_may_be_in_another_folder(self, shard, tmp_path):
-        folder = tmp_path / "indices"
+    def test_the_index_may_be_in_another_folder(self, shard, tmp_path, walked):
+        """Archives of one name, size and time have indices of their own."""
+        folder, other = tmp_path / "indices", tmp_path / "other" / shard.name
         folder.mkdir()
-        expected = samples_of(shard, index=folder)
+        other.parent.mkdir()
+        make_shard(other, seed=7)
+        for path in (shard, other):
+            os.utime(path, (1e9, 1e9))
+        assert shard.stat().st_size == other.stat().st_size
+        expected = [samples_of(path, index=False) for path in (shard, other)]
+        walked.clear()
+        for _ in range(3):
+            assert [samples_of(one, index=folder) for one in (shard, other)] == expected
+        assert walked == [str(shard), str(other)]
         assert not saved(shard).exists()
-        assert os.listdir(folder) == [saved(shard).name]
-        spoil(shard, folder / saved(shard).name)
-        assert samples_of(shard, index=folder) == expected
-
-    def test_two_archives_of_one_name_share_no_index(self, shard, tmp_path):
-        (tmp_path / "other").mkdir()
-        other = tmp_path / "other" / shard.name
-        make_shard(other)
-        with pytest.raises(ValueError, match="2 archives would have the index"):
-            TarDataset([shard, other], index=tmp_path)
+        names = sorted(os.listdir(folder))
+        assert len(names) == 2
+        assert all(
+            re.fullmatch(rf"{shard.name}\.[0-9a-f]{{16}}\.nvmeio-index", n) for n in names
+        )
 
     def test_a_failure_to_save_the_index_is_logged(self, shard, caplog):
         saved(shard).mkdir()

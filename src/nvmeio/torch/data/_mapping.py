@@ -27,8 +27,10 @@ class Mapping(NamedTuple):
         with File(self.path) as file:
             require_same(file, self.identity, may_grow=False)
             # Of the open file, because the path may lead to another one by now.
-            whole: Any = np.memmap(file, np.uint8, "r")
-        return np.ndarray(self.shape, self.dtype, whole, self.start, self.strides)
+            whole = np.memmap(file, np.uint8, "r")
+        found: npt.NDArray[Any]
+        found = np.ndarray(self.shape, self.dtype, whole, self.start, self.strides)
+        return found
 
 
 def mapping_of(array: npt.NDArray[Any]) -> Mapping | None:

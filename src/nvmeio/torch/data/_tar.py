@@ -1,5 +1,6 @@
 """``TarDataset``: the samples of tar archives as a dataset."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -28,7 +29,7 @@ class TarDataset(RecordDataset):
     index : bool or path, default True
         Whether to save the index of each archive, and use it the next time.  With True it
         is saved beside the archive, as ``NAME.tar.nvmeio-index``; with a path, in that
-        folder.
+        folder, as ``NAME.tar.HASH.nvmeio-index``, with a hash of the archive's path.
     transform : callable, optional
         A function that is applied to each sample, in the process that reads it.
 
@@ -40,8 +41,7 @@ class TarDataset(RecordDataset):
         An argument is of the wrong type.
     ValueError
         An archive is compressed, damaged or truncated; has a sparse file; or has two files
-        of the same name in a sample, or a sample at two places.  Or two archives would
-        share a saved index.
+        of the same name in a sample, or a sample at two places.
 
     Warns
     -----
@@ -60,8 +60,9 @@ class TarDataset(RecordDataset):
     of it; this refuses the archive.
 
     To make an index, all headers of an archive are read; large files are skipped.  A saved
-    index is used as long as the archive has the same size and modification time, and was
-    not moved there later; else it is replaced.  If it cannot be saved, a warning is logged.
+    index is used as long as the archive has the same size and modification time, and, if it
+    was moved, copied or given another mode since, the same headers at 64 places; else it is
+    replaced.  If it cannot be saved, a warning is logged.
     The archives must not change while the dataset is used.
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
@@ -165,11 +166,11 @@ def _saved_at(paths: list[str | bytes], index: bool | Path) -> list[str | None]:
     if index is True:
         return list(beside)
     folder = os.fsdecode(absolute(path_of(index)))
-    names = [os.path.basename(path) for path in beside]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"{names.count(name)} archives would have the index {name!r} in "
-                f"{folder!r}; with index=True each has its own beside it"
-            )
-    return [os.path.join(folder, name) for name in names]
+    return [os.path.join(folder, _name_of(path)) for path in paths]
+
+
+def _name_of(path: str | bytes) -> str:
+    """Return the name of an index among those of archives of other folders."""
+    whole = os.path.realpath(os.fsencode(path))
+    digest = hashlib.blake2b(whole, digest_size=8).hexdigest()
+    return f"{os.path.basename(os.fsdecode(path))}.{digest}{SUFFIX}"

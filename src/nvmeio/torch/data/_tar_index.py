@@ -45,6 +45,8 @@ _FAR_BYTES = 256 << 10
 # The limit of a long name or a pax header, which may have a few file attributes of 64 KiB
 # each.
 _EXTENDED_BYTES_MAX = 16 << 20
+# How many headers are compared with those that were indexed.
+_COMPARED = 64
 # How many bytes after the end of an archive are searched for another archive.
 _BEHIND_BYTES = 1 << 20
 
@@ -104,10 +106,16 @@ class TarIndex(NamedTuple):
 
 
 class _Stamp(NamedTuple):
-    """The properties of an archive by which a saved index is valid or not."""
+    """The status of an archive."""
 
     size: int
     mtime_ns: int
+    device: int
+    inode: int
+    ctime_ns: int
+
+    def text(self) -> str:
+        return " ".join(map(str, self))
 
 
 def index_of(file: File, saved: str | None) -> TarIndex:
@@ -125,17 +133,30 @@ def index_of(file: File, saved: str | None) -> TarIndex:
     for remark in archive.remarks:
         # The caller of TarDataset() is 4 frames up.
         warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=4)
+    headers = _headers_at(file, index)
     if _stamp_of(file) != stamp:
         raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
     # Not saved after a warning, so that the warning is repeated every time.
     if saved is not None and not archive.remarks:
-        _save(saved, index, stamp)
+        _save(saved, index, stamp, headers)
     return index
 
 
 def _stamp_of(file: File) -> _Stamp:
     found = os.fstat(file.fileno())
-    return _Stamp(found.st_size, found.st_mtime_ns)
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return _Stamp(found.st_size, times[0], found.st_dev, found.st_ino, times[1])
+
+
+def _headers_at(file: File, index: TarIndex) -> str:
+    """Return a checksum of some members' headers, from the first to the last."""
+    count = len(index.offsets)
+    chosen = np.unique(np.arange(_COMPARED) * (count - 1) // (_COMPARED - 1))
+    begins = index.offsets[chosen[:count]] - _BLOCK
+    memory = np.empty((len(begins), _BLOCK), np.uint8)
+    if memory.size:
+        default_handle().gather(file, begins, _BLOCK, memory)
+    return f"{zlib.crc32(memory.data):08x}"
 
 
 def decoded(encoded: bytes | bytearray) -> str:
@@ -426,13 +447,13 @@ def _refuse_split(
 # A saved index is a safetensors file, because its reader is made for untrusted files.
 
 
-def _save(saved: str, index: TarIndex, stamp: _Stamp) -> None:
+def _save(saved: str, index: TarIndex, stamp: _Stamp, headers: str) -> None:
     """Save an index; if that fails, log a warning."""
     arrays = {name: getattr(index, name) for name in _DTYPES}
     metadata = {
         "format": _FORMAT,
-        "size": str(stamp.size),
-        "mtime_ns": str(stamp.mtime_ns),
+        "archive": stamp.text(),
+        "headers": headers,
         "names": json.dumps(index.names),
     }
     try:
@@ -456,25 +477,21 @@ _DTYPES: dict[str, Any] = {
 def _load(saved: str, archive: File, stamp: _Stamp) -> TarIndex | None:
     """Return the saved index of an archive, or None if there is no valid one."""
     try:
-        # The index must be newer than the archive; with the same time, it may be older than
-        # the last change.  An archive that was moved here later may have the same size and
-        # modification time as the indexed one, but it has a newer st_ctime.
         status = os.stat(saved)
-        moved = os.fstat(archive.fileno()).st_ctime_ns
-        if status.st_mtime_ns <= stamp.mtime_ns or status.st_ctime_ns <= moved:
-            return None
         with safe_open(saved, "np") as file:
             metadata = file.metadata() or {}
-            expected = {
-                "format": _FORMAT,
-                "size": str(stamp.size),
-                "mtime_ns": str(stamp.mtime_ns),
-            }
-            if any(metadata.get(name) != value for name, value in expected.items()):
+            then = metadata.get("archive", "").split()
+            # Size and time of the last change.
+            if metadata.get("format") != _FORMAT or then[:2] != stamp.text().split()[:2]:
                 return None
             arrays = {name: file.get_tensor(name) for name in _DTYPES}
             index = TarIndex(**arrays, names=json.loads(metadata["names"]))
         _check_index(index, stamp.size)
+        # The archive may have been moved here, copied, or changed in the moment in which
+        # the index was saved.
+        same = metadata["archive"] == stamp.text() and status.st_ctime_ns > stamp.ctime_ns
+        if not same and _headers_at(archive, index) != metadata["headers"]:
+            return None
     except FileNotFoundError:
         return None
     except Exception as error:
