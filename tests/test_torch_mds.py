@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+import tracemalloc
 from decimal import Decimal
 
 import numpy as np
@@ -154,6 +155,22 @@ class TestSamples:
 
 
 class TestLoaders:
+    def test_an_index_takes_twelve_bytes_a_sample(self, tmp_path):
+        """More only for the table of a shard, and for the part that is being checked."""
+        count = 4_000_000
+        table = np.full(count + 2, 4 * (count + 2), "<u4")
+        table[0] = count
+        write(tmp_path / "data", [(table.tobytes(), count)], {})
+        tracemalloc.start()
+        try:
+            dataset = MDSDataset(tmp_path / "data")
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(dataset) == count
+        assert held < 12.1 * count
+        assert peak < 32 * count
+
     def test_a_dataset_is_pickled_with_absolute_paths(self, data, monkeypatch):
         folder, expected = data
         monkeypatch.chdir(folder.parent)

@@ -94,7 +94,14 @@ class MDSDataset(RecordDataset):
         folder = os.path.join(os.fsdecode(absolute(path_of(path))), split or "")
         index = os.path.join(folder, "index.json")
         shards = list(_shards(index, flag("allow_pickle", allow_pickle)))
-        tables = list(_tables(shards))
+        counts = [shard.samples for shard in shards]
+        offsets, sizes = np.empty((2, sum(counts)), np.uint32)
+        begin = 0
+        for places in _tables(shards):
+            end = begin + len(places) - 1
+            offsets[begin:end] = places[:-1]
+            np.subtract(places[1:], places[:-1], sizes[begin:end])
+            begin = end
         # Most shards are alike, and a pickle has one copy of the same object.
         self._columns: list[_Columns] = []
         for shard in shards:
@@ -102,12 +109,10 @@ class MDSDataset(RecordDataset):
             self._columns.append(self._columns[-1] if is_alike else shard.columns)
         borders = [columns.borders() for columns in self._columns]
         self._heads, self._tails = np.array(borders, np.int64).reshape(-1, 2).T
-        counts = [shard.samples for shard in shards]
-        none = np.zeros(0, np.uint32)
         super().__init__(
             [shard.path for shard in shards] or [index],
-            np.concatenate([none, *(table[:-1] for table in tables)]),
-            np.concatenate([none, *(np.diff(table) for table in tables)]),
+            offsets,
+            sizes,
             files=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
             transform=transform,
         )
@@ -303,11 +308,11 @@ def _tables(shards: Sequence[_Shard]) -> Iterator[npt.NDArray[np.uint32]]:
         default_handle().read_many(
             (table, shard.path, 0) for table, shard in zip(tables, part, strict=True)
         )
-        for shard, (count, *_), table in zip(part, tables, tables, strict=True):
+        for shard, table in zip(part, tables, strict=True):
             places = table[1:].astype(np.uint32, copy=False)
-            if count != shard.samples:
+            if table[0] != shard.samples:
                 raise ValueError(
-                    f"{shard.path!r} has {count} samples; its index says {shard.samples}"
+                    f"{shard.path!r} has {table[0]} samples; its index says {shard.samples}"
                 )
             if places[0] < table.nbytes or places[-1] > shard.size:
                 raise ValueError(
