@@ -54,6 +54,12 @@ def assert_theirs():
         assert getattr(sys.modules[module], name) is theirs, f"{module}.{name}"
 
 
+def load_first(paths):
+    """Load a file in a worker, where nvmeio may not be installed."""
+    with nvmeio.safetensors.install():
+        return safetensors.numpy.load_file(paths[0])
+
+
 def is_ours(function):
     """Return whether an object is one of nvmeio's replacements."""
     return any(function is mine for _, mine in _install._pairs.values())
@@ -355,6 +361,30 @@ class TestErrors:
         with pytest.raises(nvmeio.safetensors.SafetensorError) as caught:
             nvmeio.safetensors.safe_open(bad, "np")
         assert not isinstance(caught.value, safetensors.SafetensorError)
+
+    @pytest.mark.parametrize("context", ["fork", "spawn"])
+    def test_workers_pass_errors_on(self, bad, installed, context):
+        """torch pickles the class of an error, and its text."""
+        torch = pytest.importorskip("torch")
+        batches = torch.utils.data.DataLoader(
+            [bad], 1, num_workers=1, collate_fn=load_first, multiprocessing_context=context
+        )
+        with pytest.raises(safetensors.SafetensorError, match="header too small"):
+            next(iter(batches))
+
+    def test_the_class_of_errors_can_be_pickled(self, bad):
+        with (
+            nvmeio.safetensors.install(),
+            pytest.raises(safetensors.SafetensorError) as one,
+        ):
+            safetensors.numpy.load_file(bad)
+        kind = type(one.value)
+        pickled = pickle.dumps(kind)
+        with nvmeio.safetensors.install():
+            assert pickle.loads(pickled) is kind
+        command = [sys.executable, "-c", f"import pickle; print(pickle.loads({pickled!r}))"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == "<class 'nvmeio.safetensors.SafetensorError'>\n"
 
     def test_errors_can_be_pickled(self, bad):
         with nvmeio.safetensors.install():

@@ -6,6 +6,7 @@ process.  A stand-in is never nvmeio's own function: so wherever one is found in
 safetensors' function was there before, and uninstall() can restore it.
 """
 
+import copyreg
 import functools
 import importlib
 import importlib.util
@@ -249,10 +250,28 @@ def _swap(pairs: Mapping[int, tuple[Any, Any]]) -> None:
                 names[name] = after
 
 
+class _Raised(type):
+    """The class of an error that ``except`` clauses of both packages catch.
+
+    It has the name of safetensors' own, so pickle, by which workers pass errors on, would
+    not find it by that.
+    """
+
+
 def _raised(theirs: Any) -> type[SafetensorError]:
-    """Return an error class that ``except`` clauses of both packages catch."""
     namespace = {"__doc__": SafetensorError.__doc__, "__module__": theirs.__module__}
-    return type(theirs.__name__, (SafetensorError, theirs), namespace)
+    made: Any = _Raised(theirs.__name__, (SafetensorError, theirs), namespace)
+    found: type[SafetensorError] = made
+    return found
+
+
+def _class_raised() -> type[SafetensorError]:
+    """Return the class of errors in this process, where install() may not be called."""
+    return SafetensorError._raised or SafetensorError
+
+
+_reduced: Any = (_class_raised, ())
+copyreg.pickle(_Raised, lambda _: _reduced)
 
 
 def _stand_in(ours: ModuleType, name: str, theirs: Any) -> Any:
