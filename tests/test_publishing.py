@@ -204,6 +204,24 @@ def test_a_copy_by_hard_links_is_not_appended_to(tmp_path):
     assert np.array_equal(nvmeio.load(copy), OLD)
 
 
+@pytest.mark.parametrize("writer", [*FILES, "Checkpointer"])
+def test_a_copy_by_hard_links_keeps_the_old_contents(tmp_path, writer):
+    """As `cp -al` makes it."""
+    save, load = REPLACING[writer]
+    path, copy = tmp_path / "data", tmp_path / "copy"
+    save(path, OLD)
+    if path.is_dir():
+        shutil.copytree(path, copy, copy_function=os.link)
+    else:
+        os.link(path, copy)
+    save(path, NEW)
+    assert np.array_equal(load(path), NEW)
+    assert np.array_equal(load(copy), OLD)
+    save(copy, NEW)
+    assert np.array_equal(load(copy), NEW)
+    assert sorted(os.listdir(tmp_path)) == ["copy", "data"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links of other users")
 @pytest.mark.parametrize("writer", FILES)
 @pytest.mark.parametrize("owner", ["other", "folder's", "own"])

@@ -121,14 +121,6 @@ def test_mode_and_owner_are_kept(write, old, mode):
     )
 
 
-def test_a_file_with_hard_links_keeps_them(write, old):
-    os.link(old, old.with_name("other"))
-    write(old, NEW)
-    assert np.array_equal(content(old.with_name("other")), NEW)
-    assert old.samefile(old.with_name("other"))
-    assert sorted(os.listdir(old.parent)) == [old.name, "other"]
-
-
 def test_a_file_that_is_a_mount_is_written_in_place(write, old):
     """As a single file that is mounted into a container."""
     if os.geteuid() != 0:

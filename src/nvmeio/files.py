@@ -232,10 +232,11 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     there ``.NAME.*.nvmeio-tmp`` may be left beside the file; ``checkpoint.cleanup``
     removes it.
 
+    Other hard links of the old file keep its contents, as in a copy that ``cp -al`` made.
     The file is written in place with ``atomic=False``, and also if it is a device, a mount
-    point (a file that is mounted into a container), or has other hard links, which a
-    replacement would break.  A longer file is then truncated only after the bytes were
-    written, and after an error or a power failure it may have some of them.
+    point (a file that is mounted into a container), or an open file in ``/proc``.  A longer
+    file is then truncated only after the bytes were written, and after an error or a power
+    failure it may have some of them.
 
     An fsync of its directory makes a name durable.  That needs permission to read the
     directory; without it, ``sync=True`` raises before the file is changed.  Releases the

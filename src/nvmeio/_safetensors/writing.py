@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of
-from nvmeio._files.paths import naming, resolved, synced_folder
-from nvmeio._publish.files import file_in_place_of
+from nvmeio._files.paths import naming, resolved
+from nvmeio._publish.files import new_contents
 from nvmeio._safetensors.header import FileLayout, Tensor, build
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.writing import Bytes, named, reserve, write
@@ -74,20 +74,15 @@ def saving(
     header, layout = build(
         ((s.name, s.dtype, s.shape) for s in sources), metadata, align=align
     )
-    contents = {source.name: source.contents for source in sources}
-    total = layout.data_start + layout.data_bytes
-    path = cast("str", path_of(filename))
-    parts = parts_of(header, layout, contents)
+    path, total = cast("str", path_of(filename)), layout.data_start + layout.data_bytes
+    parts = parts_of(header, layout, {source.name: source.contents for source in sources})
     follow = not _replaces_links.get()
     with naming(path):
-        target = resolved(path, follow=follow)
-        refuse_kinds(target)
+        refuse_kinds(resolved(path, follow=follow))
     handle = default_handle()
-    with (
-        naming(path),
-        synced_folder(target, follow=follow) if sync else contextlib.nullcontext(),
-        file_in_place_of(target, read_only=True) as file,
-    ):
+    # safetensors replaces a file that is read-only, too.
+    contents = new_contents(path, sync=sync, follow=follow, read_only=True)
+    with naming(path), contents as file:
         reserve(file, total, path)
 
         def write_all(progress: Progress | None) -> None:
