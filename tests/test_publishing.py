@@ -1,5 +1,6 @@
 """Every writer on unusual file systems: the old file or the new one, or a refusal."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -14,6 +15,7 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from children import run_tool
 from mounts import unmount
+from nvmeio._memory import available
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.checkpoint import cleanup as clean_up
@@ -84,6 +86,67 @@ IN_PLACE = {
     "append": (append_array, nvmeio.load),
 }
 FILES = ["write_file", "save", "save_file", "torch.save"]
+
+
+def in_a_loop(function):
+    return lambda *arguments, **options: asyncio.run(function(*arguments, **options))
+
+
+def by_torch(path, array, **options):
+    torch = pytest.importorskip("torch")
+    nvmeio.torch.save(torch.from_numpy(array), path, **options)
+
+
+def by_safetensors(path, array, **options):
+    nvmeio.safetensors.numpy.save_file({"a": array}, path, **options)
+
+
+WITH_ATOMIC = {
+    "write_file": lambda path, array, **options: nvmeio.write_file(array, path, **options),
+    "aio.write_file": in_a_loop(
+        lambda path, array, **options: nvmeio.aio.write_file(array, path, **options)
+    ),
+    "save": nvmeio.save,
+    "aio.save": in_a_loop(nvmeio.aio.save),
+    "save_file": by_safetensors,
+    "torch.save": by_torch,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("writer", WITH_ATOMIC)
+@pytest.mark.parametrize("memory", ["enough", "none"])
+def test_what_is_mapped_from_the_file_itself_is_copied_first(
+    tmp_path, monkeypatch, writer, memory
+):
+    """In place, a header would be written over what is still to be saved."""
+    write, path, array = WITH_ATOMIC[writer], tmp_path / "data", np.arange(3 << 18)
+    write(tmp_path / "expected", array)
+    array.tofile(path)
+    mapped = np.memmap(path, np.int64, "r")
+    if memory == "enough":
+        write(path, mapped, atomic=False)
+        assert path.read_bytes() == (tmp_path / "expected").read_bytes()
+        return
+    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="written in place from memory that is mapped"):
+        write(path, mapped, atomic=False)
+    assert path.read_bytes() == array.tobytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_a_mounted_file_is_not_saved_over_what_is_mapped_from_it(tmp_path):
+    path, behind = tmp_path / "data.npy", tmp_path / "behind"
+    nvmeio.save(behind, np.arange(1 << 18))
+    path.touch()
+    run_tool("mount", "--bind", behind, path)
+    try:
+        nvmeio.save(path, np.load(path, mmap_mode="r")[7:])
+        nvmeio.safetensors.numpy.save_file({"a": nvmeio.load(path)}, path)
+    finally:
+        unmount(path)
+    found = nvmeio.safetensors.numpy.load_file(behind)["a"]
+    assert np.array_equal(found, np.arange(7, 1 << 18))
 
 
 @pytest.fixture

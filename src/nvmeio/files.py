@@ -15,6 +15,7 @@ from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import element_of
 from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming
+from nvmeio._memory.mapped import apart
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
 from nvmeio._native.buffer import borrow
@@ -218,6 +219,9 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     ------
     OSError
         The file cannot be written; has errno and path.
+    MemoryError
+        The file is written in place and the data are mapped from it, so they are copied
+        first, and there is not enough memory for that.  The file is unchanged.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type.
 
@@ -250,7 +254,7 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     held, handle = borrow(buffer, writable=False), default_handle()
     with new_contents(path, sync=sync, atomic=atomic) as file:
-        handle.write(held, file)
+        handle.write(apart(held, file), file)
         cut(file, held.nbytes)
         if sync or atomic:
             handle.fsync(file)

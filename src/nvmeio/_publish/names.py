@@ -75,7 +75,8 @@ def replacement(target: str) -> Iterator[str]:
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 words = f"{error.strerror} (this file system cannot rename files; with "
-                words += "atomic=False, write_file, save and torch.save write in place)"
+                words += "atomic=False, write_file, save, torch.save and save_file write "
+                words += "in place)"
                 raise OSError(error.errno, words, target) from error
             raise
         temporary.keep()
