@@ -19,7 +19,6 @@ from nvmeio._memory import available
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.checkpoint import cleanup as clean_up
-from workloads.common import Faults
 
 OLD, NEW = np.arange(1000), np.arange(1000, 3000)
 
@@ -52,21 +51,6 @@ def load_step(path):
         return checkpointer.restore(1)
 
 
-def create_array(path, array):
-    with nvmeio.ArrayFile.create(path, array.shape, array.dtype, overwrite=True) as file:
-        file[:] = array
-
-
-def append_array(path, array):
-    if not path.exists():
-        nvmeio.save(path, array)
-        return
-    with nvmeio.ArrayFile(path, mode="r+") as file:
-        file.append(array[len(OLD) :])
-        file.refresh()
-        file[:] = array
-
-
 REPLACING = {
     "write_file": (
         lambda path, array: nvmeio.write_file(array, path),
@@ -80,10 +64,6 @@ REPLACING = {
     "torch.save": (save_tensor, load_tensor),
     "atomic_directory": (save_folder, load_folder),
     "Checkpointer": (save_step, load_step),
-}
-IN_PLACE = {
-    "create": (create_array, nvmeio.load),
-    "append": (append_array, nvmeio.load),
 }
 FILES = ["write_file", "save", "save_file", "torch.save"]
 
@@ -147,54 +127,6 @@ def test_a_mounted_file_is_not_saved_over_what_is_mapped_from_it(tmp_path):
         unmount(path)
     found = nvmeio.safetensors.numpy.load_file(behind)["a"]
     assert np.array_equal(found, np.arange(7, 1 << 18))
-
-
-@pytest.fixture
-def faults(faulty):
-    (faulty / "control").touch()
-    found = Faults(faulty / "control")
-    yield found
-    found.set()
-
-
-@pytest.mark.parametrize("writer", [*REPLACING, *IN_PLACE])
-def test_where_no_links_are_counted_everything_is_replaced(faulty, faults, writer):
-    faults.set(getattr={"links": 0})
-    save, load = {**REPLACING, **IN_PLACE}[writer]
-    path = faulty / "target"
-    save(path, OLD)
-    inode = path.stat().st_ino
-    save(path, NEW)
-    assert np.array_equal(load(path), NEW)
-    assert (path.stat().st_ino == inode) == (writer in (*IN_PLACE, "Checkpointer"))
-    assert sorted(os.listdir(faulty)) == ["control", "target"]
-
-
-@pytest.mark.parametrize("writer", REPLACING)
-def test_without_renames_the_old_one_stays_and_the_error_says_so(faulty, faults, writer):
-    save, load = REPLACING[writer]
-    path = faulty / "target"
-    save(path, OLD)
-    faults.set(rename={"error": errno.ENOSYS})
-    with pytest.raises(OSError, match="not implemented") as caught:
-        save(path, NEW)
-    assert caught.value.errno == errno.ENOSYS
-    assert caught.value.filename
-    if writer in ("write_file", "save", "torch.save"):
-        assert "atomic=False" in str(caught.value)
-    assert np.array_equal(load(path), OLD)
-    assert sorted(os.listdir(faulty)) == ["control", "target"]
-
-
-def test_without_renames_files_can_be_written_in_place(faulty, faults):
-    torch = pytest.importorskip("torch")
-    faults.set(rename={"error": errno.ENOSYS})
-    for _ in range(2):
-        nvmeio.save(faulty / "a.npy", NEW, atomic=False)
-        nvmeio.write_file(NEW, faulty / "a", atomic=False)
-        nvmeio.torch.save(torch.from_numpy(NEW), faulty / "a.pt", atomic=False)
-    assert np.array_equal(nvmeio.load(faulty / "a.npy"), NEW)
-    assert np.array_equal(load_tensor(faulty / "a.pt"), NEW)
 
 
 KILLED = """
@@ -356,25 +288,6 @@ def test_an_immutable_file_is_named_as_such(tmp_path, writer):
         run_tool("chattr", "-i", path)
     assert np.array_equal(load(path), OLD)
     assert os.listdir(tmp_path) == ["data"]
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
-def test_the_error_says_if_a_lock_is_what_fails(tmp_path, monkeypatch, code):
-    from nvmeio._files import locks
-
-    def refuse(descriptor, operation):
-        raise OSError(code, os.strerror(code))
-
-    nvmeio.save(tmp_path / "data.npy", OLD)
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with (
-        nvmeio.ArrayFile(tmp_path / "data.npy", mode="r+") as file,
-        pytest.raises(OSError, match="flock") as caught,
-    ):
-        file.append(NEW)
-    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "data.npy"))
-    with pytest.raises(OSError, match="flock"), Checkpointer(tmp_path / "run") as saver:
-        saver.save(1, 1)
 
 
 def test_without_proc_files_are_replaced_by_name(tmp_path, monkeypatch):

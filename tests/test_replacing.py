@@ -186,18 +186,18 @@ def test_a_killed_process_leaves_nothing_behind(old):
 
 
 def test_without_unnamed_files_a_temporary_name_is_used(write, old, monkeypatch):
-    named, seen = _files.File, []
+    named, seen = _files.open_for_writing, []
 
     def refuse(folder):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
 
-    def note(path, mode):
+    def note(path, **options):
         seen.append(os.path.basename(path))
-        return named(path, mode)
+        return named(path, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(_files, "open_unnamed", refuse)
-        patched.setattr(_files, "File", note)
+        patched.setattr(_files, "open_for_writing", note)
         write(old, NEW)
     assert np.array_equal(content(old), NEW)
     assert any(re.fullmatch(r"\.data\.[\w-]+\.nvmeio-tmp", name) for name in seen)

@@ -107,7 +107,7 @@ def new_file(path: str, *, private: bool = False) -> File:
     if private:
         # Users who may not read the old file must not open the new one.
         opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
-    file = File(path, "r+" if private else "x")
+    file = open_for_writing(path, new=not private)
     # This shows its use where the process is unknown, as in another container.
     with best_effort():
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,6 +21,7 @@ from nvmeio._publish.names import (
     is_dead,
     is_own,
     remove_left,
+    renaming,
     temporary_name,
 )
 
@@ -94,7 +95,8 @@ class Unfinished:
             if sync:
                 with naming(self.target):
                     os.fsync(self.descriptor)
-            (self._replace if old else rename_to_new)(self.path, self.target)
+            with renaming(self.target):
+                (self._replace if old else rename_to_new)(self.path, self.target)
             if sync:
                 words = (
                     f" (it is in its place, but its folder {parent!r} is not synced: its "

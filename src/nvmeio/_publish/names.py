@@ -15,7 +15,7 @@ from nvmeio._files.paths import naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 
 __all__ = ["ASIDE", "NAME_MAX", "OwnerOf", "final_name", "is_dead", "is_own"]
-__all__ += ["remove_left", "replacement", "short_name", "temporary_name"]
+__all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
 OwnerOf = re.Match[str]
@@ -70,16 +70,27 @@ def replacement(target: str) -> Iterator[str]:
     temporary = TemporaryName(temporary_name(target))
     with temporary as path:
         yield path
-        try:
+        remedy = (
+            "with atomic=False, write_file, save, torch.save and save_file write in place"
+        )
+        with renaming(target, f"; {remedy}"):
             os.replace(path, target)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                words = f"{error.strerror} (this file system cannot rename files; with "
-                words += "atomic=False, write_file, save, torch.save and save_file write "
-                words += "in place)"
-                raise OSError(error.errno, words, target) from error
-            raise
         temporary.keep()
+
+
+@contextlib.contextmanager
+def renaming(target: str, remedy: str = "") -> Iterator[None]:
+    """Name the target in errors of renaming, and say if the file system cannot rename."""
+    try:
+        yield
+    except OSError as error:
+        words = str(error.strerror)
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            words += f" (this file system cannot rename{remedy})"
+        if error.errno is not None:
+            raise OSError(error.errno, words, target) from error
+        # A signal handler raised it.
+        raise
 
 
 def _host() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._arguments.json_texts import unique
 from nvmeio._config.constants import LIMITS
-from nvmeio._files.paths import resolved
+from nvmeio._files.paths import naming, resolved
 from nvmeio._publish.files import replace_file
 
 __all__ = ["aio_config", "write_aio_config"]
@@ -231,7 +231,8 @@ def _is_block(content: Mapping[str, Any]) -> bool:
 
 def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
     """Parse a file; with comments as Hjson, as DeepSpeed does."""
-    data = path.read_bytes()
+    with naming(str(path)):
+        data = path.read_bytes()
     try:
         content = _parsed(data.decode("utf-8-sig"), allow_comments)
     except ValueError as error:
