@@ -129,14 +129,20 @@ def test_a_mounted_file_is_not_saved_over_what_is_mapped_from_it(tmp_path):
     assert np.array_equal(found, np.arange(7, 1 << 18))
 
 
-KILLED = """
+# Dies between two renames.
+DYING = """
 import errno, os, sys, nvmeio
 from nvmeio._publish import folders
 def exchange(one, other): raise OSError(errno.EOPNOTSUPP, "no", other)
 folders.exchange = exchange
 folders.rename_to_new = lambda *names: os.kill(os.getpid(), 9)
+"""
+KILLED = f"""{DYING}
 with nvmeio.checkpoint.Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, "new")
+"""
+KILLED_FOLDER = f"""{DYING}
+with nvmeio.checkpoint.atomic_directory(sys.argv[1], replace=True): pass
 """
 
 
@@ -155,6 +161,31 @@ def test_killed_between_two_renames_the_old_folder_is_found_again(tmp_path, find
             checkpointer.save(2, "newer")
             assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1", "step-2"]
         assert checkpointer.restore(1) == "old"
+
+
+def test_a_long_name_is_kept_where_folders_cannot_be_exchanged(faulty, tmp_path):
+    path = faulty / ("n" * 150)
+    for array in (OLD, NEW):
+        save_folder(path, array)
+        assert np.array_equal(load_folder(path), array)
+    assert os.listdir(faulty) == [path.name]
+    path = tmp_path / path.name
+    save_folder(path, OLD)
+    command = [sys.executable, "-c", KILLED_FOLDER, path]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not path.exists()
+    clean_up(tmp_path)
+    assert np.array_equal(load_folder(path), OLD)
+
+
+def test_a_name_that_is_too_long_to_be_set_aside_is_named(faulty):
+    path = faulty / ("n" * 240)
+    save_folder(path, OLD)
+    with pytest.raises(OSError, match="bytes too long to set the old one aside") as caught:
+        save_folder(path, NEW)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENAMETOOLONG, str(path))
+    assert np.array_equal(load_folder(path), OLD)
+    assert os.listdir(faulty) == [path.name]
 
 
 @pytest.mark.parametrize("last", range(3))

@@ -5,6 +5,8 @@ import contextlib
 import errno
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from unittest import mock
 
@@ -366,3 +368,37 @@ def test_the_old_one_stays_or_the_new_one_is_complete(mount, writer, tmp_path):
         assert np.array_equal(load(path), NEW)
     elif writer in REPLACING and "flock" not in FAULTS[name][0]:
         assert np.array_equal(load(path), OLD)
+
+
+WITHOUT_PROC = """
+import os, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import test_writers
+assert not os.listdir("/proc")
+test_writers.print_errors(pathlib.Path(sys.argv[2]))
+"""
+
+
+def print_errors(folder):
+    """Write twice with each writer, and print what fails."""
+    for name, (save, load) in WRITERS.items():
+        path = folder / name
+        more = [folder / f"source of {name}"] if name in WITH_A_SOURCE else []
+        try:
+            save(path, OLD, *more)
+            save(path, NEW, *more)
+            assert load is None or np.array_equal(load(path), NEW)
+        except OSError as error:
+            sys.stdout.write(f"{name}: {error}\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_without_proc_they_work_or_say_what_is_missing(tmp_path):
+    script = 'mount -t tmpfs none /proc && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c"]
+    command += [WITHOUT_PROC, os.path.dirname(__file__), tmp_path]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    refused = dict(line.split(": ", 1) for line in said.splitlines())
+    assert refused.keys() == {"ArrayFile.create", "ArrayFile.append", "aio_write"}
+    assert all("needs /proc: mount it" in words for words in refused.values())
+    assert left_in(tmp_path) == []

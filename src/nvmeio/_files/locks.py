@@ -118,7 +118,8 @@ def _lock(descriptor: int, doing: str) -> None:
 def _refuse_without_locks(error: OSError) -> None:
     """Raise an error of flock(2) with the reason if the file system has no locks."""
     if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        words = f"{error.strerror} (flock: this file system, or its mount, has no locks)"
+        words = f"{error.strerror} (flock: this file system has no locks as it is mounted; "
+        words += "mount it with locks, such as -o flock for Lustre, or write elsewhere)"
         raise OSError(error.errno, words) from error
 
 

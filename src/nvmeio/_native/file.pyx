@@ -1018,7 +1018,7 @@ cdef int raise_unsuitable(
     path = name_of(file) if isinstance(file, int) else file
     if reason is not None:
         raise_because(error, reason, path)
-    raise_saying(error, words_for_opening(error, flags), path)
+    raise_saying(error, words_for_opening(error, path, flags), path)
 
 
 cdef object why_unsuitable(object file):
