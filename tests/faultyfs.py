@@ -1,4 +1,9 @@
-"""A file system in memory with faults on demand, by FUSE: ``faultyfs.py MOUNTPOINT``.
+"""A file system in memory with faults, by FUSE: ``faultyfs.py MOUNTPOINT [KIND...]``.
+
+Faults of a kind of file system are those of the mount.  A KIND is
+
+``inodes``      each getattr gives a file another inode number
+``flock=38``    flock(2) fails with this errno
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write``, ``fsync``, ``rename``, ``flush`` (each close(2), which returns its
@@ -14,14 +19,17 @@ dict of
 ``flip``        change the byte at this offset of the file
 ``times``       strike at most this often
 
-With ``getattr``, ``links`` is the link count of each file.  Names cannot be exchanged.
+With ``getattr``, ``links`` is the link count of each file.  With ``open``, ``mode`` is the
+access mode that fails, such as os.O_RDWR.  Names cannot be exchanged.
 
 ``user.fired`` counts how often each fault has struck, ``user.waiting`` the calls that wait.
 ``NAME.plain`` is the file NAME too, without faults.  The process ends at the end of its
 standard input.
 """
 
+import ctypes
 import errno
+import itertools
 import json
 import os
 import stat
@@ -39,10 +47,41 @@ HELD_S_MAX = 30
 PLAIN = ".plain"
 
 
+class Calls(ctypes.Structure):
+    """struct fuse_operations with the calls behind those that fusepy knows."""
+
+    FLOCK = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(fuse.fuse_file_info), ctypes.c_int
+    )
+    _fields_ = (
+        *fuse.fuse_operations._fields_,
+        *((name, ctypes.c_void_p) for name in ("poll", "write_buf", "read_buf")),
+        ("flock", FLOCK),
+    )
+
+
+class Server(fuse.FUSE):
+    """Passes on what fusepy drops: how a file is opened, and flock(2)."""
+
+    def open(self, path, file):
+        self.operations.opening(path.decode(), file.contents.flags)
+        return super().open(path, file)
+
+    def create(self, path, mode, file):
+        self.operations.opening(path.decode(), file.contents.flags)
+        return super().create(path, mode, file)
+
+    def flock(self, path, file, operation):
+        return self.operations("flock", path.decode())
+
+
 class FaultyFS(fuse.Operations):
     """Files in memory."""
 
-    def __init__(self):
+    def __init__(self, kinds):
+        self.numbers = itertools.count(1000) if "inodes" in kinds else None
+        if "flock" in kinds:
+            self.flock = lambda path: self.refuse(int(kinds["flock"]))
         self.files = {}
         self.folders = {"/"}
         self.modes = {}
@@ -52,8 +91,11 @@ class FaultyFS(fuse.Operations):
         self.changed = threading.Condition()
 
     def strike(self, call, path, offset=0, size=1):
-        """Wait or raise as the faults say; return the other faults, for the caller."""
-        if path.endswith(PLAIN):
+        """Wait or raise as the faults say; return the other faults, for the caller.
+
+        The path of an open file that was removed is None.
+        """
+        if path is None or path.endswith(PLAIN):
             return {}
         with self.changed:
             fault = self.faults.get(call, {})
@@ -108,11 +150,21 @@ class FaultyFS(fuse.Operations):
 
     def getattr(self, path, fh=None):
         if path in self.folders:
-            return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
+            number = {"st_ino": next(self.numbers)} if self.numbers else {}
+            return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2} | number
         size = len(self.file(path))
         mode = stat.S_IFREG | self.modes[path.removesuffix(PLAIN)]
         links = self.faults.get("getattr", {}).get("links", 1)
-        return {"st_mode": mode, "st_nlink": links, "st_size": size}
+        found = {"st_mode": mode, "st_nlink": links, "st_size": size}
+        return found | ({"st_ino": next(self.numbers)} if self.numbers else {})
+
+    def refuse(self, code):
+        raise fuse.FuseOSError(code)
+
+    def opening(self, path, flags):
+        """Refuse an access mode, if a fault says so."""
+        if flags & os.O_ACCMODE == self.faults.get("open", {}).get("mode"):
+            self.strike("open", path)
 
     def create(self, path, mode, fi=None):
         path = path.removesuffix(PLAIN)
@@ -227,19 +279,23 @@ def end_with_input(mountpoint):
     os._exit(0)
 
 
-def main(mountpoint):
+def main(mountpoint, *kinds):
     """Serve until standard input ends."""
+    kinds = dict(kind.partition("=")[::2] for kind in kinds)
     threading.Thread(target=end_with_input, args=[mountpoint], daemon=True).start()
+    fuse.fuse_operations = Calls
     # hard_remove: remove open files at once, without renaming them first.
-    fuse.FUSE(
-        FaultyFS(),
+    options = {"use_ino": True, "attr_timeout": 0} if "inodes" in kinds else {}
+    Server(
+        FaultyFS(kinds),
         mountpoint,
         foreground=True,
         direct_io=True,
         hard_remove=True,
         fsname="nvmeio-faultyfs",
+        **options,
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -6,7 +6,6 @@ import functools
 import gc
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -105,14 +104,33 @@ def fuse_folder(tmp_path_factory):
         yield folder
 
 
+@pytest.fixture(scope="session")
+def fuse_kinds(tmp_path_factory):
+    """Return folders of faultyfs.py by the kind of file system; each is mounted once."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def folder_of(kind):
+            folder = tmp_path_factory.mktemp("kind")
+            stack.enter_context(fuse_server(FAULTYFS, folder, kind))
+            return folder
+
+        yield folder_of
+
+
 @pytest.fixture
 def faulty(fuse_folder):
     """The folder of the FUSE file system, empty and without faults."""
-    for path in fuse_folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    empty(fuse_folder)
     yield fuse_folder
     if any(fuse_folder.iterdir()):
         os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")
+
+
+def empty(folder):
+    """Remove all that is in a folder; shutil refuses where inode numbers change."""
+    for path in folder.iterdir():
+        subprocess.run(["rm", "-r", path], check=True)
 
 
 @pytest.fixture

@@ -195,10 +195,6 @@ class TestResults:
         handle, data = nvmeio.default_handle(), np.arange(PAGE)
         arguments = (path, data) if name == "save" else (data, path)
         path.touch()
-        if name == "save" and "atomic" in options:
-            # It has no such option, but writes a file with two names in place.
-            os.link(path, path.with_name("other"))
-            options = {}
         requests, contents = [], []
         for asynchronous in (False, True):
             path.write_bytes(bytes(20 * PAGE))

@@ -1,5 +1,6 @@
 """Every writer on unusual file systems: the old file or the new one, or a refusal."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -14,10 +15,10 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from children import run_tool
 from mounts import unmount
+from nvmeio._memory import available
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.checkpoint import cleanup as clean_up
-from workloads.common import Faults
 
 OLD, NEW = np.arange(1000), np.arange(1000, 3000)
 
@@ -50,21 +51,6 @@ def load_step(path):
         return checkpointer.restore(1)
 
 
-def create_array(path, array):
-    with nvmeio.ArrayFile.create(path, array.shape, array.dtype, overwrite=True) as file:
-        file[:] = array
-
-
-def append_array(path, array):
-    if not path.exists():
-        nvmeio.save(path, array)
-        return
-    with nvmeio.ArrayFile(path, mode="r+") as file:
-        file.append(array[len(OLD) :])
-        file.refresh()
-        file[:] = array
-
-
 REPLACING = {
     "write_file": (
         lambda path, array: nvmeio.write_file(array, path),
@@ -79,69 +65,84 @@ REPLACING = {
     "atomic_directory": (save_folder, load_folder),
     "Checkpointer": (save_step, load_step),
 }
-IN_PLACE = {
-    "create": (create_array, nvmeio.load),
-    "append": (append_array, nvmeio.load),
-}
 FILES = ["write_file", "save", "save_file", "torch.save"]
 
 
-@pytest.fixture
-def faults(faulty):
-    (faulty / "control").touch()
-    found = Faults(faulty / "control")
-    yield found
-    found.set()
+def in_a_loop(function):
+    return lambda *arguments, **options: asyncio.run(function(*arguments, **options))
 
 
-@pytest.mark.parametrize("writer", [*REPLACING, *IN_PLACE])
-def test_where_no_links_are_counted_everything_is_replaced(faulty, faults, writer):
-    faults.set(getattr={"links": 0})
-    save, load = {**REPLACING, **IN_PLACE}[writer]
-    path = faulty / "target"
-    save(path, OLD)
-    inode = path.stat().st_ino
-    save(path, NEW)
-    assert np.array_equal(load(path), NEW)
-    assert (path.stat().st_ino == inode) == (writer in (*IN_PLACE, "Checkpointer"))
-    assert sorted(os.listdir(faulty)) == ["control", "target"]
-
-
-@pytest.mark.parametrize("writer", REPLACING)
-def test_without_renames_the_old_one_stays_and_the_error_says_so(faulty, faults, writer):
-    save, load = REPLACING[writer]
-    path = faulty / "target"
-    save(path, OLD)
-    faults.set(rename={"error": errno.ENOSYS})
-    with pytest.raises(OSError, match="not implemented") as caught:
-        save(path, NEW)
-    assert caught.value.errno == errno.ENOSYS
-    assert caught.value.filename
-    if writer in ("write_file", "save", "torch.save"):
-        assert "atomic=False" in str(caught.value)
-    assert np.array_equal(load(path), OLD)
-    assert sorted(os.listdir(faulty)) == ["control", "target"]
-
-
-def test_without_renames_files_can_be_written_in_place(faulty, faults):
+def by_torch(path, array, **options):
     torch = pytest.importorskip("torch")
-    faults.set(rename={"error": errno.ENOSYS})
-    for _ in range(2):
-        nvmeio.save(faulty / "a.npy", NEW, atomic=False)
-        nvmeio.write_file(NEW, faulty / "a", atomic=False)
-        nvmeio.torch.save(torch.from_numpy(NEW), faulty / "a.pt", atomic=False)
-    assert np.array_equal(nvmeio.load(faulty / "a.npy"), NEW)
-    assert np.array_equal(load_tensor(faulty / "a.pt"), NEW)
+    nvmeio.torch.save(torch.from_numpy(array), path, **options)
 
 
-KILLED = """
+def by_safetensors(path, array, **options):
+    nvmeio.safetensors.numpy.save_file({"a": array}, path, **options)
+
+
+WITH_ATOMIC = {
+    "write_file": lambda path, array, **options: nvmeio.write_file(array, path, **options),
+    "aio.write_file": in_a_loop(
+        lambda path, array, **options: nvmeio.aio.write_file(array, path, **options)
+    ),
+    "save": nvmeio.save,
+    "aio.save": in_a_loop(nvmeio.aio.save),
+    "save_file": by_safetensors,
+    "torch.save": by_torch,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("writer", WITH_ATOMIC)
+@pytest.mark.parametrize("memory", ["enough", "none"])
+def test_what_is_mapped_from_the_file_itself_is_copied_first(
+    tmp_path, monkeypatch, writer, memory
+):
+    """In place, a header would be written over what is still to be saved."""
+    write, path, array = WITH_ATOMIC[writer], tmp_path / "data", np.arange(3 << 18)
+    write(tmp_path / "expected", array)
+    array.tofile(path)
+    mapped = np.memmap(path, np.int64, "r")
+    if memory == "enough":
+        write(path, mapped, atomic=False)
+        assert path.read_bytes() == (tmp_path / "expected").read_bytes()
+        return
+    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="written in place from memory that is mapped"):
+        write(path, mapped, atomic=False)
+    assert path.read_bytes() == array.tobytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_a_mounted_file_is_not_saved_over_what_is_mapped_from_it(tmp_path):
+    path, behind = tmp_path / "data.npy", tmp_path / "behind"
+    nvmeio.save(behind, np.arange(1 << 18))
+    path.touch()
+    run_tool("mount", "--bind", behind, path)
+    try:
+        nvmeio.save(path, np.load(path, mmap_mode="r")[7:])
+        nvmeio.safetensors.numpy.save_file({"a": nvmeio.load(path)}, path)
+    finally:
+        unmount(path)
+    found = nvmeio.safetensors.numpy.load_file(behind)["a"]
+    assert np.array_equal(found, np.arange(7, 1 << 18))
+
+
+# Dies between two renames.
+DYING = """
 import errno, os, sys, nvmeio
 from nvmeio._publish import folders
 def exchange(one, other): raise OSError(errno.EOPNOTSUPP, "no", other)
 folders.exchange = exchange
 folders.rename_to_new = lambda *names: os.kill(os.getpid(), 9)
+"""
+KILLED = f"""{DYING}
 with nvmeio.checkpoint.Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, "new")
+"""
+KILLED_FOLDER = f"""{DYING}
+with nvmeio.checkpoint.atomic_directory(sys.argv[1], replace=True): pass
 """
 
 
@@ -160,6 +161,31 @@ def test_killed_between_two_renames_the_old_folder_is_found_again(tmp_path, find
             checkpointer.save(2, "newer")
             assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1", "step-2"]
         assert checkpointer.restore(1) == "old"
+
+
+def test_a_long_name_is_kept_where_folders_cannot_be_exchanged(faulty, tmp_path):
+    path = faulty / ("n" * 150)
+    for array in (OLD, NEW):
+        save_folder(path, array)
+        assert np.array_equal(load_folder(path), array)
+    assert os.listdir(faulty) == [path.name]
+    path = tmp_path / path.name
+    save_folder(path, OLD)
+    command = [sys.executable, "-c", KILLED_FOLDER, path]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not path.exists()
+    clean_up(tmp_path)
+    assert np.array_equal(load_folder(path), OLD)
+
+
+def test_a_name_that_is_too_long_to_be_set_aside_is_named(faulty):
+    path = faulty / ("n" * 240)
+    save_folder(path, OLD)
+    with pytest.raises(OSError, match="bytes too long to set the old one aside") as caught:
+        save_folder(path, NEW)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENAMETOOLONG, str(path))
+    assert np.array_equal(load_folder(path), OLD)
+    assert os.listdir(faulty) == [path.name]
 
 
 @pytest.mark.parametrize("last", range(3))
@@ -202,6 +228,24 @@ def test_a_copy_by_hard_links_is_not_appended_to(tmp_path):
         with pytest.raises(OSError, match="replaced or removed"):
             file.refresh()
     assert np.array_equal(nvmeio.load(copy), OLD)
+
+
+@pytest.mark.parametrize("writer", [*FILES, "Checkpointer"])
+def test_a_copy_by_hard_links_keeps_the_old_contents(tmp_path, writer):
+    """As `cp -al` makes it."""
+    save, load = REPLACING[writer]
+    path, copy = tmp_path / "data", tmp_path / "copy"
+    save(path, OLD)
+    if path.is_dir():
+        shutil.copytree(path, copy, copy_function=os.link)
+    else:
+        os.link(path, copy)
+    save(path, NEW)
+    assert np.array_equal(load(path), NEW)
+    assert np.array_equal(load(copy), OLD)
+    save(copy, NEW)
+    assert np.array_equal(load(copy), NEW)
+    assert sorted(os.listdir(tmp_path)) == ["copy", "data"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes links of other users")
@@ -275,25 +319,6 @@ def test_an_immutable_file_is_named_as_such(tmp_path, writer):
         run_tool("chattr", "-i", path)
     assert np.array_equal(load(path), OLD)
     assert os.listdir(tmp_path) == ["data"]
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
-def test_the_error_says_if_a_lock_is_what_fails(tmp_path, monkeypatch, code):
-    from nvmeio._files import locks
-
-    def refuse(descriptor, operation):
-        raise OSError(code, os.strerror(code))
-
-    nvmeio.save(tmp_path / "data.npy", OLD)
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with (
-        nvmeio.ArrayFile(tmp_path / "data.npy", mode="r+") as file,
-        pytest.raises(OSError, match="flock") as caught,
-    ):
-        file.append(NEW)
-    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "data.npy"))
-    with pytest.raises(OSError, match="flock"), Checkpointer(tmp_path / "run") as saver:
-        saver.save(1, 1)
 
 
 def test_without_proc_files_are_replaced_by_name(tmp_path, monkeypatch):

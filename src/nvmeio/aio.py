@@ -31,6 +31,7 @@ from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
 from nvmeio._events.event_loop import InThread, in_thread, submitted
 from nvmeio._files.descriptors import cut
+from nvmeio._memory.mapped import apart
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -137,9 +138,10 @@ async def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = Tru
     header, source = await in_thread(header_and_source, array)
     contents = new_contents(path, sync=sync, atomic=atomic)
     async with _ready(contents) as (handle, file):
+        source = await in_thread(apart, source, file)
         await handle.submit_write(header, file)
-        size = await handle.submit_write(source, file, len(header))
-        await in_thread(cut, file, len(header) + size)
+        await handle.submit_write(source, file, len(header))
+        await in_thread(cut, file, len(header) + source.nbytes)
         await handle.submit_fsync(file)
 
 
@@ -262,7 +264,7 @@ async def write_file(
     held = borrow(buffer, writable=False)
     contents = new_contents(path, sync=sync, atomic=atomic)
     async with _ready(contents) as (handle, file):
-        await handle.submit_write(held, file)
+        await handle.submit_write(await in_thread(apart, held, file), file)
         await in_thread(cut, file, held.nbytes)
         if sync or atomic:
             await handle.submit_fsync(file)

@@ -15,6 +15,7 @@ from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import element_of
 from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming
+from nvmeio._memory.mapped import apart
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
 from nvmeio._native.buffer import borrow
@@ -218,6 +219,9 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     ------
     OSError
         The file cannot be written; has errno and path.
+    MemoryError
+        The file is written in place and the data are mapped from it, so they are copied
+        first, and there is not enough memory for that.  The file is unchanged.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type.
 
@@ -232,10 +236,11 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     there ``.NAME.*.nvmeio-tmp`` may be left beside the file; ``checkpoint.cleanup``
     removes it.
 
+    Other hard links of the old file keep its contents, as in a copy that ``cp -al`` made.
     The file is written in place with ``atomic=False``, and also if it is a device, a mount
-    point (a file that is mounted into a container), or has other hard links, which a
-    replacement would break.  A longer file is then truncated only after the bytes were
-    written, and after an error or a power failure it may have some of them.
+    point (a file that is mounted into a container), or an open file in ``/proc``.  A longer
+    file is then truncated only after the bytes were written, and after an error or a power
+    failure it may have some of them.
 
     An fsync of its directory makes a name durable.  That needs permission to read the
     directory; without it, ``sync=True`` raises before the file is changed.  Releases the
@@ -249,7 +254,7 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     held, handle = borrow(buffer, writable=False), default_handle()
     with new_contents(path, sync=sync, atomic=atomic) as file:
-        handle.write(held, file)
+        handle.write(apart(held, file), file)
         cut(file, held.nbytes)
         if sync or atomic:
             handle.fsync(file)

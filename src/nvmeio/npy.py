@@ -12,7 +12,9 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
+from nvmeio._memory.mapped import apart
 from nvmeio._memory.registry import library_of
+from nvmeio._native.buffer import Buffer, borrow
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
@@ -92,6 +94,9 @@ def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> 
     ------
     OSError
         The file cannot be written; has errno and path.
+    MemoryError
+        The file is written in place and the data are mapped from it, so they are copied
+        first, and there is not enough memory for that.  The file is unchanged.
     TypeError
         The elements are Python objects, or have a dtype that numpy lacks, such as bfloat16;
         or an argument is of the wrong type.
@@ -112,17 +117,19 @@ def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> 
     header, source = header_and_source(array)
     handle = default_handle()
     with new_contents(path, sync=sync, atomic=atomic) as file:
+        source = apart(source, file)
         handle.write(header, file)
-        size = handle.write(source, file, len(header))
-        cut(file, len(header) + size)
+        handle.write(source, file, len(header))
+        cut(file, len(header) + source.nbytes)
         handle.fsync(file)
 
 
-def header_and_source(array: Any) -> tuple[bytes, Any]:
+def header_and_source(array: Any) -> tuple[bytes, Buffer]:
     """Return the header and the memory of the array or tensor to save."""
     if library_of(array) is not None:
-        return header_of(tuple(array.shape), storable(array.dtype)), array
+        header = header_of(tuple(array.shape), storable(array.dtype))
+        return header, borrow(array, writable=False)
     refuse_masked("array", array)
     found = np.asarray(array)
     header = header_of(found.shape, storable(found.dtype))
-    return header, np.ascontiguousarray(found)
+    return header, borrow(np.ascontiguousarray(found), writable=False)

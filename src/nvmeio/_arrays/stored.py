@@ -2,7 +2,6 @@
 
 import errno
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from nvmeio._arguments.checks import Shape, extents_of, whole
 from nvmeio._arrays.elements import Elements, element_of
 from nvmeio._arrays.npy_header import Layout, check_size, has_magic, read_layout
 from nvmeio._files.locks import header_for_reading, locked_for_reading
-from nvmeio._files.paths import absolute, naming
+from nvmeio._files.paths import absolute, has_name, leads_to, naming
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.file import File
 
@@ -133,17 +132,15 @@ class StoredArray:
 
     def _has_name(self) -> bool:
         """Return whether the path still leads to the file; other links may be copies."""
-        found = os.fstat(self.file.fileno())
+        descriptor = self.file.fileno()
         try:
-            return os.path.samestat(found, os.stat(self._absolute))
-        except FileNotFoundError:
-            return False
+            return leads_to(self._absolute, descriptor)
         except PermissionError as error:
             if error.errno is None:
                 # A signal handler raised it.
                 raise
             # This user cannot look there any more.
-            return found.st_nlink > 0
+            return has_name(descriptor)
 
     def refresh(self) -> None:
         """See the rows that others have appended."""

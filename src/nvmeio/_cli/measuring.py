@@ -15,6 +15,7 @@ from typing import Any
 from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, new_file, option, size
 from nvmeio._cli.terminal import Terminal, sizes
+from nvmeio._files.paths import naming
 
 # By default a tenth of the file system stays free, but at most this much.
 RESERVE_BYTES_MAX = 1 << 30
@@ -123,7 +124,8 @@ def keep_figures(
     if options.json == "-":
         sys.stdout.write(text)
     elif options.json is not None:
-        Path(options.json).write_text(text, encoding="utf-8")
+        with naming(options.json):
+            Path(options.json).write_text(text, encoding="utf-8")
     if options.plot:
         draw().savefig(options.plot, dpi=120)
         terminal.note(f"drawn: {options.plot}")

@@ -17,6 +17,7 @@ from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
+from nvmeio._files.paths import naming
 from nvmeio._publish.names import replacement
 
 # The version of the files' format.  Increase it if old files would be misread.
@@ -206,6 +207,7 @@ def save_profile(profile: Profile) -> pathlib.Path:
     _profile_of(json.loads(text), file)
     make_profiles_folder()
     with (
+        naming(str(file)),
         replacement(str(file)) as temporary,
         open(temporary, "x", encoding="utf-8") as stream,
     ):

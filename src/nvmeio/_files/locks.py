@@ -16,7 +16,7 @@ from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
 from nvmeio._events.listener import Pauses
 from nvmeio._files.descriptors import Descriptor, best_effort, opened
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import leads_to, naming
 
 __all__ = [
     "FileLock",
@@ -27,6 +27,8 @@ __all__ = [
     "locked_header",
 ]
 
+# How the file of a lock begins.
+_HOLDER = "process"
 _HOLDER_BYTES_MAX = 300
 # struct flock: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
@@ -74,9 +76,8 @@ class WriterLock(_Lock):
             made = opened(self.path, _FLAGS)
             try:
                 # Another user may have linked this name to a file that must not be changed.
-                found = os.fstat(made.number)
-                if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-                    words = f"it is not a file of {self.owner}, or has other links"
+                if not _is_of_a_lock(made.number):
+                    words = f"it is not a file of {self.owner}"
                     raise OSError(errno.EINVAL, words)
                 _lock(made.number, self.doing)
             except BaseException:
@@ -90,7 +91,7 @@ class WriterLock(_Lock):
     @property
     def has_name(self) -> bool:
         """Whether the lock is held, and its file still exists under its name."""
-        return self.descriptor >= 0 and _has_name(self.descriptor, self.path)
+        return self.descriptor >= 0 and leads_to(self.path, self.descriptor, follow=False)
 
     def release(self) -> None:
         """Release the lock."""
@@ -109,7 +110,7 @@ def _lock(descriptor: int, doing: str) -> None:
         _refuse_without_locks(error)
         raise
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+    text = f"{_HOLDER} {os.getpid()} on {socket.gethostname()}, since {since}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 
@@ -117,15 +118,17 @@ def _lock(descriptor: int, doing: str) -> None:
 def _refuse_without_locks(error: OSError) -> None:
     """Raise an error of flock(2) with the reason if the file system has no locks."""
     if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        words = f"{error.strerror} (flock: this file system, or its mount, has no locks)"
+        words = f"{error.strerror} (flock: this file system has no locks as it is mounted; "
+        words += "mount it with locks, such as -o flock for Lustre, or write elsewhere)"
         raise OSError(error.errno, words) from error
 
 
-def _has_name(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
+def _is_of_a_lock(descriptor: int) -> bool:
+    """Return whether a file has what a lock writes; after a power failure, only zeros."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
+    text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
+    return not text or text.startswith(_HOLDER.encode())
 
 
 class FileLock(_Lock):

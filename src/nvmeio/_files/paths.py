@@ -10,7 +10,8 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, opened
 
-__all__ = ["absolute", "naming", "resolved", "synced_folder"]
+__all__ = ["absolute", "has_name", "leads_to", "mount_of", "naming", "resolved"]
+__all__ += ["synced_folder"]
 
 
 @contextlib.contextmanager
@@ -51,6 +52,38 @@ def naming(path: str | bytes, words: str = "") -> Iterator[None]:
             # A signal handler raised it.
             raise
         raise OSError(error.errno, f"{error.strerror}{words}", path) from error
+
+
+def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool:
+    """Return whether a path leads to an open file or folder."""
+    try:
+        there = os.stat(path, follow_symlinks=follow)
+        if os.path.samestat(there, os.fstat(descriptor)):
+            return True
+        # Some FUSE file systems give a file another inode number each time.
+        flags = os.O_PATH if follow else os.O_PATH | os.O_NOFOLLOW
+        with opened(path, flags) as found:
+            return _place_of(found) == _place_of(descriptor)
+    except FileNotFoundError:
+        # Or there is no /proc.
+        return False
+
+
+def has_name(descriptor: int) -> bool:
+    """Return whether an open file still has the name by which it was opened."""
+    return not os.readlink(f"/proc/self/fd/{descriptor}").endswith(" (deleted)")
+
+
+def _place_of(descriptor: int) -> tuple[int, str]:
+    # The kernel adds " (deleted)" to the path of what has lost its name.
+    return mount_of(descriptor), os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def mount_of(descriptor: int) -> int:
+    """Return the number of the mount that an open file is on."""
+    # Read bytes: a process that dropped its privileges may be unable to import a codec.
+    with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
+        return int(file.read().partition(b"mnt_id:")[2].split()[0])
 
 
 def resolved(path: str | bytes, *, follow: bool = True) -> str:

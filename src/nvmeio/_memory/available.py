@@ -18,9 +18,13 @@ def available_bytes() -> int:
 
     Page cache that the kernel can reclaim counts as available.
     """
-    with open("/proc/meminfo", "rb") as file:
-        lines = dict(line.split(b":") for line in file.read().splitlines())
-    free = int(lines[b"MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            lines = dict(line.split(b":") for line in file.read().splitlines())
+        free = int(lines[b"MemAvailable"].split()[0]) * 1024
+    except FileNotFoundError:
+        # There is no /proc; this leaves out the page cache.
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([free, *_left_in_groups(), *_left_in_addresses()])
 
 

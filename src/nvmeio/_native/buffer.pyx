@@ -55,6 +55,11 @@ cdef class Buffer:
     def __dealloc__(self):
         self.release()
 
+    @property
+    def address(self):
+        """Where the bytes are; 0 on a device."""
+        return <uintptr_t> self.address
+
     cdef bint is_in_place(self) noexcept:
         return self.address != NULL and self.address == self.pooled
 

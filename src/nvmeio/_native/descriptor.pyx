@@ -9,10 +9,10 @@ import os
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EINTR, EISDIR, ELOOP
+from libc.errno cimport EINTR, EINVAL, EISDIR, ELOOP, ENOENT, ENOSYS, EOPNOTSUPP
 from libc.errno cimport errno as c_errno
 from libc.string cimport strcmp
-from posix.fcntl cimport O_CLOEXEC, O_DIRECTORY
+from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_RDWR
 from posix.unistd cimport close as c_close
 from posix.unistd cimport ftruncate, getpid, unlink
 
@@ -37,6 +37,17 @@ cdef extern from "<dirent.h>" nogil:
     int closedir(DIR *listing)
 
 
+def words_for_opening(int error, path, int flags):
+    """Return the words for an error of open(2), with the reason if it is a known one."""
+    words = os.strerror(error)
+    if error == ENOENT and encoded(path).startswith(b"/proc/self/"):
+        if not os.path.exists("/proc/self"):
+            words += ": a file must be opened again, which needs /proc: mount it"
+    if flags & O_ACCMODE == O_RDWR and error in (EINVAL, ENOSYS, EOPNOTSUPP):
+        words += ": this file system may not open files for reading and writing at once"
+    return words
+
+
 cdef class Descriptor:
     """A file descriptor, or none, which is closed with its object."""
 
@@ -58,7 +69,7 @@ cdef class Descriptor:
                 result = c_open(c_name, flags | O_CLOEXEC, mode)
                 error = c_errno if result < 0 else 0
         if error:
-            raise OSError(error, os.strerror(error), path)
+            raise OSError(error, words_for_opening(error, path, flags), path)
         self.number = result
 
     def check_written(self):

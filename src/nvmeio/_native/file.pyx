@@ -53,9 +53,16 @@ from nvmeio._libnvmeio.c_base cimport (
 )
 from nvmeio._libnvmeio.c_file cimport nvmeio_file, nvmeio_file_info
 from nvmeio._native.arguments cimport file_position
-from nvmeio._native.errors cimport check, raise_because, raise_unclosed, warn_unclosed
+from nvmeio._native.errors cimport (
+    check,
+    raise_because,
+    raise_saying,
+    raise_unclosed,
+    warn_unclosed,
+)
 from nvmeio._arguments.checks import direct_choice, encoded, integer, path_of, shown, whole
 from nvmeio._files.paths import absolute
+from nvmeio._native.descriptor import words_for_opening
 
 cdef extern from "<fcntl.h>" nogil:
     int fallocate(int descriptor, int mode, int64_t offset, int64_t size)
@@ -600,9 +607,13 @@ def _restore(path, mode, direct, closed):
     return file
 
 
-def open_for_writing(path, direct="auto"):
-    """Open a file as a handle's writes do: create it if missing, never truncate it."""
-    return open_path(path_of(path), O_WRONLY | O_CREAT, "wb", direct_option(direct))
+def open_for_writing(path, direct="auto", *, new=False):
+    """Open a file as a handle's writes do: create it if missing, never truncate it.
+
+    With `new`, it must be missing.
+    """
+    flags = O_WRONLY | O_CREAT | (O_EXCL if new else 0)
+    return open_path(path_of(path), flags, "wb", direct_option(direct))
 
 
 def open_unnamed(folder):
@@ -931,7 +942,7 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
         with nogil:
             result = c_file.file_open(c_name, flags, direct, &c)
     if result < 0:
-        raise_unsuitable(-result, file.path, direct)
+        raise_unsuitable(-result, file.path, direct, flags)
     file.c = c
     if direct == DIRECT_AUTO:
         note_fallback(file)
@@ -973,7 +984,7 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
         with nogil:
             result = c_file.file_dup(c_descriptor, direct, &c)
     if result < 0:
-        raise_unsuitable(-result, descriptor, direct)
+        raise_unsuitable(-result, descriptor, direct, 0)
     file.c = c
     return file
 
@@ -992,7 +1003,9 @@ cdef object name_of(object descriptor):
     return path if path.startswith("/") else descriptor
 
 
-cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -1:
+cdef int raise_unsuitable(
+    int error, object file, nvmeio_direct direct, int flags
+) except -1:
     """Raise OSError for a path or descriptor that could not be opened.
 
     If nvmeio itself refused it, add the reason: errno alone would not explain it.
@@ -1005,7 +1018,7 @@ cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -
     path = name_of(file) if isinstance(file, int) else file
     if reason is not None:
         raise_because(error, reason, path)
-    return check(-error, path)
+    raise_saying(error, words_for_opening(error, path, flags), path)
 
 
 cdef object why_unsuitable(object file):

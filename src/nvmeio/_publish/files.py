@@ -10,22 +10,31 @@ from typing import Any
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, best_effort, opened
-from nvmeio._files.paths import naming, resolved, synced_folder
+from nvmeio._files.descriptors import FOLDER, best_effort, cut, opened
+from nvmeio._files.paths import mount_of, naming, resolved, synced_folder
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement
 
-__all__ = ["file_in_place_of", "new_contents", "new_file", "replace_file"]
+__all__ = ["new_contents", "new_file", "replace_file"]
 
 
 @contextlib.contextmanager
 def new_contents(
-    path: str | bytes, *, sync: bool, atomic: bool, follow: bool = True
+    path: str | bytes,
+    *,
+    sync: bool,
+    atomic: bool = True,
+    follow: bool = True,
+    read_only: bool = False,
 ) -> Iterator[File]:
     """Open a file for new contents; the caller fills, truncates and syncs it.
 
-    With ``follow=False``, a symbolic link is replaced, not the file that it leads to.
+    With `atomic` it is a new file, which replaces what `path` leads to at the end of the
+    block unless that raises.  What cannot be replaced is opened as it is: a device, a
+    mounted file, an open file in /proc.  With ``follow=False``, a symbolic link is
+    replaced, not the file that it leads to.  A file that this user may not write to is
+    replaced only with `read_only`.
     """
     with synced_folder(path, follow=follow) if sync else contextlib.nullcontext():
         target = _replaceable(path, follow=follow) if atomic else None
@@ -33,17 +42,16 @@ def new_contents(
             with open_for_writing(path) as file:
                 yield file
             return
-        with naming(path), file_in_place_of(target) as file:
+        with naming(path), _in_place_of(target, read_only=read_only) as file:
             yield file
 
 
 @contextlib.contextmanager
-def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
-    """Open a new file, which replaces `target` at the end of the block unless that raises.
+def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
+    """Open a new file, which replaces `target` at the end of the block.
 
-    Until then it has no name, so that a killed process leaves nothing behind.  A symbolic
-    link is itself replaced, and the new file does not get its target's mode.  A file that
-    this user may not write to is replaced only with `read_only`.
+    Until then it has no name, so that a killed process leaves nothing behind.  If `target`
+    is a symbolic link, the new file does not get the mode of what that leads to.
     """
     is_link = os.path.islink(target)
     is_old = not is_link and os.path.exists(target)
@@ -77,18 +85,9 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
 
 
 def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
-    """Write a new file and give it the name of another, even one with other hard links.
-
-    A copy of a folder that has hard links of its files then keeps the old contents.  With
-    ``sync=False``, nothing is synced.
-    """
-    path = path_of(path)
-    with (
-        synced_folder(path) if sync else contextlib.nullcontext(),
-        naming(path),
-        file_in_place_of(resolved(path)) as file,
-    ):
-        file.write(buffer)
+    """Give a file new contents, as a whole; with ``sync=False``, nothing is synced."""
+    with new_contents(path_of(path), sync=sync) as file:
+        cut(file, file.write(buffer))
         if sync:
             file.fsync()
 
@@ -108,7 +107,7 @@ def new_file(path: str, *, private: bool = False) -> File:
     if private:
         # Users who may not read the old file must not open the new one.
         opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
-    file = File(path, "r+" if private else "x")
+    file = open_for_writing(path, new=not private)
     # This shows its use where the process is unknown, as in another container.
     with best_effort():
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,30 +139,23 @@ def _replaceable(path: str | bytes, *, follow: bool) -> str | None:
     except FileNotFoundError:
         return target
     # /proc/PID/fd/N leads to an open file, but is not its name.
-    of_kernel = target.startswith("/proc/")
-    # Some file systems count no links, and say 0.
-    plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and not of_kernel
+    plain = stat.S_ISREG(found.st_mode) and not target.startswith("/proc/")
     return target if plain and not _is_mounted(target) else None
 
 
 def _is_mounted(target: str) -> bool:
     """Return whether a file is a mount point, as in containers: it cannot be replaced."""
     try:
-        return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
+        with (
+            opened(target, os.O_PATH) as file,
+            opened(os.path.dirname(target), os.O_PATH) as folder,
+        ):
+            return mount_of(file) != mount_of(folder)
     except OSError as error:
         if error.errno is None:
             raise
         # There is no /proc, or the file was removed meanwhile.
         return False
-
-
-def _mount_of(path: str) -> int:
-    # Read bytes: a process that dropped its privileges may be unable to import a codec.
-    with (
-        opened(path, os.O_PATH) as descriptor,
-        open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
-    ):
-        return int(file.read().partition(b"mnt_id:")[2].split()[0])
 
 
 def link(descriptor: int, path: str) -> None:

@@ -16,11 +16,11 @@ from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import (
     ASIDE,
-    NAME_MAX,
     OwnerOf,
     is_dead,
     is_own,
     remove_left,
+    renaming,
     temporary_name,
 )
 
@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("nvmeio")
+
+# The bytes of a name, NAME_MAX in limits.h.
+_FILE_NAME_MAX = 255
 
 
 class Unfinished:
@@ -94,7 +97,8 @@ class Unfinished:
             if sync:
                 with naming(self.target):
                     os.fsync(self.descriptor)
-            (self._replace if old else rename_to_new)(self.path, self.target)
+            with renaming(self.target):
+                (self._replace if old else rename_to_new)(self.path, self.target)
             if sync:
                 words = (
                     f" (it is in its place, but its folder {parent!r} is not synced: its "
@@ -114,12 +118,14 @@ class Unfinished:
             exchange(path, target)
             return
         except OSError as error:
-            if (
-                error.errno != errno.EOPNOTSUPP
-                or len(os.fsencode(os.path.basename(target))) > NAME_MAX
-            ):
+            if error.errno != errno.EOPNOTSUPP:
                 raise
         aside = temporary_name(target, ASIDE)
+        excess = len(os.fsencode(os.path.basename(aside))) - _FILE_NAME_MAX
+        if excess > 0:
+            words = "this file system cannot exchange two folders in one step, and the "
+            words += f"name is {excess} bytes too long to set the old one aside"
+            raise OSError(errno.ENAMETOOLONG, words, target)
         with opened(target, FOLDER) as descriptor:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

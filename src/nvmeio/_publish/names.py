@@ -14,8 +14,8 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.paths import naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 
-__all__ = ["ASIDE", "NAME_MAX", "OwnerOf", "final_name", "is_dead", "is_own"]
-__all__ += ["remove_left", "replacement", "short_name", "temporary_name"]
+__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_own"]
+__all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
 OwnerOf = re.Match[str]
@@ -32,15 +32,18 @@ _NOBODYS_AGE_S = 86400
 # Of a copy of version 0.2.
 _COPIED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 # For the name and the host; the whole name may have at most 255 bytes.
-NAME_MAX = 80
+_NAME_MAX = 80
 
 # The kind of a folder that has left its name for the new one, and may have to return.
 ASIDE = "old"
 
 
 def temporary_name(target: str, kind: str = "tmp") -> str:
-    """Return a name beside `target` for what will be renamed to it, or was."""
-    folder, short = os.path.split(short_name(target))
+    """Return a name beside `target` for what will be renamed to it, or was.
+
+    What was set aside may get its name back, so that has the whole name.
+    """
+    folder, short = os.path.split(target if kind == ASIDE else short_name(target))
     process = os.getpid()
     words = f"{_host()}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
     return os.path.join(folder, f".{short}.{words}.nvmeio-{kind}")
@@ -49,8 +52,8 @@ def temporary_name(target: str, kind: str = "tmp") -> str:
 def short_name(path: str) -> str:
     """Return a path whose name is as short as it is in temporary names."""
     folder, name = os.path.split(path)
-    short = name[:NAME_MAX]
-    while len(os.fsencode(short)) > NAME_MAX:
+    short = name[:_NAME_MAX]
+    while len(os.fsencode(short)) > _NAME_MAX:
         short = short[:-1]
     return os.path.join(folder, short)
 
@@ -70,20 +73,32 @@ def replacement(target: str) -> Iterator[str]:
     temporary = TemporaryName(temporary_name(target))
     with temporary as path:
         yield path
-        try:
+        remedy = (
+            "with atomic=False, write_file, save, torch.save and save_file write in place"
+        )
+        with renaming(target, f"; {remedy}"):
             os.replace(path, target)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                words = f"{error.strerror} (this file system cannot rename files; with "
-                words += "atomic=False, write_file, save and torch.save write in place)"
-                raise OSError(error.errno, words, target) from error
-            raise
         temporary.keep()
+
+
+@contextlib.contextmanager
+def renaming(target: str, remedy: str = "") -> Iterator[None]:
+    """Name the target in errors of renaming, and say if the file system cannot rename."""
+    try:
+        yield
+    except OSError as error:
+        words = str(error.strerror)
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            words += f" (this file system cannot rename{remedy})"
+        if error.errno is not None:
+            raise OSError(error.errno, words, target) from error
+        # A signal handler raised it.
+        raise
 
 
 def _host() -> str:
     """Return this host's name as it is in temporary names, without dots."""
-    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:NAME_MAX]
+    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:_NAME_MAX]
 
 
 def _start_of(process: int) -> int:

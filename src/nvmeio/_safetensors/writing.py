@@ -4,15 +4,17 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of
-from nvmeio._files.paths import naming, resolved, synced_folder
-from nvmeio._publish.files import file_in_place_of
+from nvmeio._files.descriptors import cut
+from nvmeio._files.paths import naming, resolved
+from nvmeio._memory.mapped import is_mapped, require_copy
+from nvmeio._publish.files import new_contents
 from nvmeio._safetensors.header import FileLayout, Tensor, build
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.writing import Bytes, named, reserve, write
@@ -33,13 +35,17 @@ class Source(NamedTuple):
 def pack(sources: Sequence[Source], metadata: Mapping[str, str] | None) -> bytes:
     """Return the bytes of a file with these tensors."""
     header, layout = build(((s.name, s.dtype, s.shape) for s in sources), metadata)
-    packed = bytearray(len(header) + layout.data_bytes)
-    target, low = np.frombuffer(packed, np.uint8), 0
     contents = {source.name: source.contents for source in sources}
-    for part in parts_of(header, layout, contents):
+    parts = parts_of(header, layout, contents)
+    return _joined(parts, layout.data_start + layout.data_bytes).tobytes()
+
+
+def _joined(parts: Iterable[Bytes], nbytes: int) -> Bytes:
+    target, low = np.empty(nbytes, np.uint8), 0
+    for part in parts:
         target[low : low + len(part)] = part
         low += len(part)
-    return bytes(packed)
+    return target
 
 
 def save(
@@ -49,6 +55,7 @@ def save(
     *,
     align: int = 8,
     sync: bool = True,
+    atomic: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Write a file, which replaces an existing one atomically at the end.
@@ -56,7 +63,8 @@ def save(
     A symbolic link stays; the file that it leads to is replaced.
     """
     check_progress(progress)
-    with saving(sources, filename, metadata, align=align, sync=sync) as write_all:
+    options: Any = {"align": align, "sync": sync, "atomic": atomic}
+    with saving(sources, filename, metadata, **options) as write_all:
         write_all(progress)
 
 
@@ -68,26 +76,26 @@ def saving(
     *,
     align: int = 8,
     sync: bool = True,
+    atomic: bool = True,
 ) -> Iterator[Callable[[Progress | None], None]]:
     """Reserve a file, yield a function that writes it, and give it its name at the end."""
-    sync = flag("sync", sync)
+    sync, atomic = flag("sync", sync), flag("atomic", atomic)
     header, layout = build(
         ((s.name, s.dtype, s.shape) for s in sources), metadata, align=align
     )
-    contents = {source.name: source.contents for source in sources}
-    total = layout.data_start + layout.data_bytes
-    path = cast("str", path_of(filename))
-    parts = parts_of(header, layout, contents)
+    path, total = cast("str", path_of(filename)), layout.data_start + layout.data_bytes
+    parts = parts_of(header, layout, {source.name: source.contents for source in sources})
     follow = not _replaces_links.get()
     with naming(path):
-        target = resolved(path, follow=follow)
-        refuse_kinds(target)
+        refuse_kinds(resolved(path, follow=follow))
     handle = default_handle()
-    with (
-        naming(path),
-        synced_folder(target, follow=follow) if sync else contextlib.nullcontext(),
-        file_in_place_of(target, read_only=True) as file,
-    ):
+    # safetensors replaces a file that is read-only, too.
+    options: Any = {"sync": sync, "atomic": atomic, "follow": follow, "read_only": True}
+    with naming(path), new_contents(path, **options) as file:
+        if is_mapped(file):
+            # It is written in place, perhaps from memory that is mapped from it.
+            require_copy(total, file)
+            parts = iter([_joined(parts, total)])
         reserve(file, total, path)
 
         def write_all(progress: Progress | None) -> None:
@@ -97,6 +105,7 @@ def saving(
                 if error.errno != errno.ENOSPC:
                     raise
                 raise named(error, file, total, path) from None
+            cut(file, total)
             if sync:
                 handle.fsync(file)
 

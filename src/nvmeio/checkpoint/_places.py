@@ -18,7 +18,7 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
-from nvmeio._publish.names import temporary_name
+from nvmeio._publish.names import renaming, temporary_name
 from nvmeio._streams.pending import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
@@ -184,7 +184,8 @@ class _FolderWriter:
             yield from _read_anew(file)
 
     def commit(self) -> None:
-        os.replace(self.unnamed, self.target)
+        with renaming(self.target):
+            os.replace(self.unnamed, self.target)
         self.committed = True
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close
+from nvmeio._files.paths import leads_to
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._safetensors.file import ModelFile
@@ -99,10 +100,7 @@ class Held:
         """Return whether the folder that was opened still has its name."""
         if self._place.number < 0:
             return os.path.lexists(self.folder)
-        try:
-            return os.path.samestat(os.lstat(self.folder), os.fstat(self._place.number))
-        except FileNotFoundError:
-            return False
+        return leads_to(self.folder, self._place.number, follow=False)
 
     def _require_place(self) -> None:
         if not self.is_there():

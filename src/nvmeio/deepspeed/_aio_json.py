@@ -11,8 +11,8 @@ from typing import Any
 from nvmeio._arguments.checks import flag, whole
 from nvmeio._arguments.json_texts import unique
 from nvmeio._config.constants import LIMITS
-from nvmeio._files.paths import resolved, synced_folder
-from nvmeio._publish.files import file_in_place_of
+from nvmeio._files.paths import naming, resolved
+from nvmeio._publish.files import replace_file
 
 __all__ = ["aio_config", "write_aio_config"]
 
@@ -132,9 +132,7 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
         raise ValueError(f"unknown keys: {_listed(unknown)}; known are {_listed(KEYS)}")
     target = resolved(os.fspath(path))
     block, data = _rewritten(target, given)
-    with synced_folder(target), file_in_place_of(target) as file:
-        file.write(data)
-        file.fsync()
+    replace_file(data, target, sync=True)
     return block
 
 
@@ -233,7 +231,8 @@ def _is_block(content: Mapping[str, Any]) -> bool:
 
 def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
     """Parse a file; with comments as Hjson, as DeepSpeed does."""
-    data = path.read_bytes()
+    with naming(str(path)):
+        data = path.read_bytes()
     try:
         content = _parsed(data.decode("utf-8-sig"), allow_comments)
     except ValueError as error:

@@ -379,6 +379,8 @@ def save_sharded(
 def _require_descriptors(files: int, folder: str) -> None:
     """Raise OSError if the process cannot open the descriptors for this many files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if not os.path.isdir("/proc/self/fd"):
+        return
     free = limit - len(os.listdir("/proc/self/fd"))
     if limit != resource.RLIM_INFINITY and DESCRIPTORS * files > free:
         words = f"{DESCRIPTORS * files} descriptors are needed for {files} files"

@@ -138,6 +138,7 @@ def save_file(
     *,
     align: Literal[8, 4096] = 8,
     sync: bool = True,
+    atomic: bool = True,
     progress: Progress | None = None,
 ) -> None:
     """Write arrays to a file, which gets its name when it is complete.
@@ -157,6 +158,10 @@ def save_file(
     sync : bool, default True
         Sync the file before it gets its name, and return only when both are on the device.
         With False nothing is synced, and a power failure may leave an incomplete file.
+    atomic : bool, default True
+        With False an existing file is written in place, for file systems that cannot rename
+        files; after an error it is incomplete.  Arrays that are mapped from the file are
+        copied first.
     progress : callable, optional
         Called during the write with two ints: bytes written so far, and bytes in total.
 
@@ -168,7 +173,7 @@ def save_file(
         `align` is neither 8 nor 4096.
     OSError
         Writing failed; has errno and path.  The message for ENOSPC says how many bytes are
-        needed and free.  The old file is unchanged.
+        needed and free.  The old file is unchanged, with `atomic`.
 
     Notes
     -----
@@ -182,9 +187,8 @@ def save_file(
     ...     file.metadata()
     {'by': 'me'}
     """
-    _save(
-        _sources(tensor_dict), filename, metadata, align=align, sync=sync, progress=progress
-    )
+    options: Any = {"align": align, "sync": sync, "atomic": atomic}
+    _save(_sources(tensor_dict), filename, metadata, progress=progress, **options)
 
 
 def load(data: bytes) -> dict[str, Array]:

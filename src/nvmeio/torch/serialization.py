@@ -16,6 +16,7 @@ from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._arguments.types import Path
 from nvmeio._files.archives import content_of
 from nvmeio._files.descriptors import cut
+from nvmeio._memory.mapped import Map, is_mapped, maps_of, require_copy
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
 from nvmeio.default import default_handle
@@ -66,6 +67,9 @@ def save(
     ------
     OSError
         Writing failed; has errno and path.  The old file is unchanged.
+    MemoryError
+        The file is written in place and the data are mapped from it, so they are copied
+        first, and there is not enough memory for that.  The file is unchanged.
     TypeError, ValueError
         An argument is of the wrong type or out of range.
     Exception
@@ -105,21 +109,37 @@ def save_to(
             f"{_ALIGNMENT_MAX}"
         )
     with new_contents(path_of(path), sync=sync, atomic=atomic, follow=follow) as file:
-        stream = io.BufferedWriter(file, _BUFFER_BYTES)
+        # What is mapped from a file that is written in place is copied first.
+        copy = _Copy(file) if is_mapped(file) else None
+        stream = io.BufferedWriter(file if copy is None else copy, _BUFFER_BYTES)
         with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
             torch.save(obj, noting)
         # Else the stream would close the file.
         stream.detach()
+        if copy is not None:
+            file.write(copy.getbuffer())
         cut(file, file.tell())
         file.fsync()
 
 
+class _Copy(io.BytesIO):
+    """The new contents of a file, in memory if there is room for them."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__()
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        require_copy(memoryview(data).nbytes, self._file)
+        return super().write(data)
+
+
 class _Noting:
-    """A file object that remembers the first OSError of its reads and writes."""
+    """A file object that remembers the first error of its reads and writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.error: OSError | None = None
+        self.error: OSError | MemoryError | None = None
         for name in ("read", "readinto", "write"):
             setattr(self, name, self._noted(getattr(stream, name)))
 
@@ -131,7 +151,7 @@ class _Noting:
         def noted(*arguments: Any) -> Any:
             try:
                 return call(*arguments)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self.error = self.error or error
                 raise
 
@@ -140,7 +160,7 @@ class _Noting:
 
 @contextlib.contextmanager
 def _errors_of(stream: Any) -> Iterator[_Noting]:
-    """Raise the OSError of a file object, where torch replaces it by another error."""
+    """Raise the error of a file object, where torch replaces it by another."""
     noting = _Noting(stream)
     try:
         yield noting
@@ -434,7 +454,7 @@ def _spans(
 
     Return None if a tensor extends beyond its entry; torch.load then raises the error.
     """
-    maps = _maps_of(file)
+    maps = maps_of(file)
     found = {}
     for each in tensors:
         if not each.numel():
@@ -469,28 +489,7 @@ def _memory(spans: dict[int, _Span]) -> dict[_Span, torch.Tensor]:
     return {span: torch.empty(span.high - span.low, dtype=torch.uint8) for span in merged}
 
 
-class _Map(NamedTuple):
-    """The addresses at which a part of the file is mapped."""
-
-    begin: int
-    end: int
-    offset: int
-
-
-def _maps_of(file: File) -> list[_Map]:
-    """Return where this process has mapped a file, from /proc/self/maps."""
-    found = os.fstat(file.fileno())
-    maps = []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            span, _, offset, _, inode, *_ = line.split(maxsplit=5)
-            if int(inode) == found.st_ino:
-                begin, end = (int(each, 16) for each in span.split("-"))
-                maps.append(_Map(begin, end, int(offset, 16)))
-    return maps
-
-
-def _offset(maps: list[_Map], address: int) -> int | None:
+def _offset(maps: list[Map], address: int) -> int | None:
     """Return the offset in the file of an address; None if it is not mapped."""
     for each in maps:
         if each.begin <= address < each.end:

@@ -15,7 +15,7 @@ import torch
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute, leads_to
 from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -406,7 +406,7 @@ def _remove(file: File) -> None:
     if file.closed:
         return
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(file.fileno()), os.lstat(file.path)):
+        if leads_to(file.path, file.fileno(), follow=False):
             os.unlink(file.path)
     _drop(file)
 

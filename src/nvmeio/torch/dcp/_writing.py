@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._native.file import File
+from nvmeio._native.file import open_for_writing
 from nvmeio._publish.files import replace_file
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
@@ -146,7 +146,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     ) -> list[WriteResult]:
         path = os.path.join(self.path, name)
         results = []
-        with File(path, "x") as file:
+        with open_for_writing(path, new=True) as file:
             room = sum(_nbytes_of(item) + 2 * PAGE for item in items)
             if room:
                 reserve(file, room, path)
