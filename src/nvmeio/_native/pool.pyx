@@ -230,8 +230,8 @@ def pool_trim() -> int:
     -----
     The pool keeps the memory that arrays, tensors and requests free, because populating new
     memory takes time: about 0.1 to 0.3 s per GiB.  A huge page of 2 MiB stays if any part
-    of it is in use.  Releases the GIL.  Requests that need memory of the pool wait
-    meanwhile.
+    of it is in use.  nvmeio does the same before it raises MemoryError.  Releases the GIL.
+    Requests that need memory of the pool wait meanwhile.
 
     See Also
     --------

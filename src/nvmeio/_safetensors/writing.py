@@ -14,8 +14,9 @@ from nvmeio._arguments.checks import flag, path_of
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._publish.files import file_in_place_of
 from nvmeio._safetensors.header import FileLayout, Tensor, build
+from nvmeio._streams.memory import Bytes
 from nvmeio._streams.progress import Progress, check_progress
-from nvmeio._streams.writing import Bytes, named, reserve, write
+from nvmeio._streams.writing import named, reserve, write
 from nvmeio.default import default_handle
 
 __all__ = ["Source", "check_size", "pack", "parts_of", "replacing_links", "save", "saving"]

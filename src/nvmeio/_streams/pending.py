@@ -1,23 +1,16 @@
-"""Requests in flight, of a bounded number of bytes, and memory for them."""
+"""Requests in flight, of a bounded number of bytes."""
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from nvmeio._native.region import Region
 from nvmeio._native.request import Request
-from nvmeio.memory import empty
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Bytes", "Pending", "abandon", "memory"]
-
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["Pending", "abandon"]
 
 
 class Pending:
@@ -80,13 +73,3 @@ def abandon(requests: Sequence[Request]) -> None:
     for request in requests:
         with contextlib.suppress(Exception):
             request.exception()
-
-
-def memory(nbytes: int) -> Bytes:
-    """Return memory of the pool, or new memory if the pool is exhausted."""
-    try:
-        return empty(nbytes, np.uint8)
-    except MemoryError:
-        region: Any = Region(nbytes)
-        region.populate(0, nbytes)
-        return np.frombuffer(region, np.uint8)

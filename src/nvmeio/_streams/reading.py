@@ -6,11 +6,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
-from nvmeio._streams.pending import Bytes, Pending, memory
+from nvmeio._streams.memory import Bytes, memory, require_available
+from nvmeio._streams.pending import Pending
 from nvmeio._streams.progress import Progress
 from nvmeio.default import default_handle
 

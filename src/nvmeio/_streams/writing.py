@@ -9,10 +9,11 @@ import numpy as np
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
-from nvmeio._streams.pending import Bytes, Pending, memory
+from nvmeio._streams.memory import Bytes, memory
+from nvmeio._streams.pending import Pending
 from nvmeio._streams.progress import Progress
 
-__all__ = ["Bytes", "Seen", "Stages", "named", "reserve", "write", "write_image"]
+__all__ = ["Seen", "Stages", "named", "reserve", "write", "write_image"]
 
 # Called with the bytes of a file in order, while they are in the CPU's cache.
 Seen = Callable[[Bytes], object]

@@ -31,7 +31,7 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.writing import Source, save
-from nvmeio._streams.writing import Bytes
+from nvmeio._streams.memory import Bytes
 from nvmeio._tensors.dtypes import header_dtype, header_shape
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
