@@ -19,7 +19,7 @@ raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -77,6 +77,24 @@ _COPY_BYTES_MAX = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
+async def _read(handle: Handle, buffer: Any, file: File, offset: int) -> int:
+    return int(await handle.submit_read(buffer, file, offset))
+
+
+async def _write(
+    contents: AbstractContextManager[File], parts: Iterable[Any], *, sync: bool
+) -> int:
+    """Write the parts of a file, one after the other, and return their size."""
+    size = 0
+    async with _ready(contents) as (handle, file):
+        for part in parts:
+            size += await handle.submit_write(part, file, size)
+        await in_thread(cut, file, size)
+        if sync:
+            await handle.submit_fsync(file)
+    return size
+
+
 async def load(path: Path) -> npt.NDArray[Any]:
     """Read a whole .npy file.
 
@@ -106,8 +124,7 @@ async def load(path: Path) -> npt.NDArray[Any]:
     """
     async with _ready(opened_npy(path)) as (handle, found):
         file, layout, array = found
-        if array.nbytes:
-            await handle.submit_read(array, file, layout.offset)
+        await _read(handle, array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
@@ -136,11 +153,7 @@ async def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = Tru
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     header, source = await in_thread(header_and_source, array)
     contents = new_contents(path, sync=sync, atomic=atomic)
-    async with _ready(contents) as (handle, file):
-        await handle.submit_write(header, file)
-        size = await handle.submit_write(source, file, len(header))
-        await in_thread(cut, file, len(header) + size)
-        await handle.submit_fsync(file)
+    await _write(contents, [header, source], sync=True)
 
 
 @overload
@@ -186,7 +199,7 @@ async def read_file(
     opened = opened_for(path, offset, size, dtype)
     async with _ready(opened) as (handle, (file, array, left)):
         if left:
-            await handle.submit_read(array, file, offset)
+            await _read(handle, array, file, offset)
     return as_dtype(array, dtype)
 
 
@@ -220,7 +233,7 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     32
     """
     async with _ready(opened_for_reading(file)) as (handle, opened):
-        return int(await handle.submit_read(buffer, opened, offset))
+        return await _read(handle, buffer, opened, offset)
 
 
 async def write_file(
@@ -261,12 +274,7 @@ async def write_file(
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     held = borrow(buffer, writable=False)
     contents = new_contents(path, sync=sync, atomic=atomic)
-    async with _ready(contents) as (handle, file):
-        await handle.submit_write(held, file)
-        await in_thread(cut, file, held.nbytes)
-        if sync or atomic:
-            await handle.submit_fsync(file)
-    return held.nbytes
+    return await _write(contents, [held], sync=sync or atomic)
 
 
 async def getitem(array: ArrayFile, index: Any) -> Any:

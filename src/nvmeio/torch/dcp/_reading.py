@@ -115,7 +115,7 @@ class Parts:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
         self._whole: list[tuple[torch.Tensor, File, int]] = []
-        self._pending = Pending()
+        self._pending = Pending(default_handle())
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._beside = 0
 
@@ -148,17 +148,13 @@ class Parts:
         if runs.run_bytes and len(offsets) == 1:
             self._whole.append((read, file, int(offsets[0])))
         elif runs.run_bytes and len(offsets):
-            request = default_handle().submit_gather(
-                file, offsets, runs.run_bytes, read, max_gap=0
-            )
-            self._pending.add(request, request.nbytes)
+            self._pending.gather(file, offsets, runs.run_bytes, read, max_gap=0)
         self._targets.append((item, target, read))
 
     def finish(self) -> None:
         """Read the rest, wait for all, and pass the parts to the planner."""
         if self._whole:
-            request = default_handle().submit_read_many(self._whole)
-            self._pending.add(request, request.nbytes)
+            self._pending.read_many(self._whole)
         self._pending.finish()
         for item, target, read in self._targets:
             if read is not target:
