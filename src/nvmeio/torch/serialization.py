@@ -14,10 +14,10 @@ import torch
 
 from nvmeio._arguments.checks import flag, integer, path_of, shown
 from nvmeio._arguments.types import Path
-from nvmeio._files.archives import content_of
 from nvmeio._files.descriptors import cut
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
+from nvmeio._tensors.torch_files import content_of, entries_of
 from nvmeio.default import default_handle
 from nvmeio.torch._saving import saving_with
 
@@ -254,10 +254,10 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
     Return None if the bytes in the file differ from those in memory, as when compressed.
     """
     try:
-        with open(_reopened(file), "rb") as again, zipfile.ZipFile(again) as archive:
-            entries = archive.infolist()
+        with open(_reopened(file), "rb") as again:
+            found = entries_of(again)
+            entries = found.values()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            found = {entry.filename.partition("/")[2]: entry for entry in entries}
             order = found.get("byteorder")
             same = order is None or content_of(again, order).decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
