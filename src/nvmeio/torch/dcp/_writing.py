@@ -36,7 +36,7 @@ from nvmeio.torch._saving import saving_with
 from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE
 from nvmeio.torch.dcp._metadata import shards_of
 
-__all__ = ["FileSystemWriter", "remove_unneeded"]
+__all__ = ["FileSystemWriter", "log_left", "remove_unneeded"]
 
 P = ParamSpec("P")
 
@@ -273,4 +273,9 @@ def remove_unneeded(folder: str, names: Iterable[str]) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("an obsolete file was not removed: %s", error)
+            log_left(error)
+
+
+def log_left(error: OSError) -> None:
+    """Log that a file could not be removed."""
+    _log.warning("an obsolete file was not removed: %s", error)
