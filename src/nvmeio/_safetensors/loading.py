@@ -25,6 +25,7 @@ from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
 from nvmeio._tensors.sharing import place_of, sharing
+from nvmeio._tensors.targets import check_target
 from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
@@ -271,8 +272,9 @@ def _into(
             continue
         if each.key not in out:
             raise ValueError(f"out lacks the tensor {each.key!r}")
-        target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
-        made[each.key] = target
+        target, by_torch = out[each.key], framework.by_torch
+        check_target(f"out[{each.key!r}]", target, by_torch, each.dtype, each.shape)
+        made[each.key] = target.detach() if by_torch else target
     if out is not None:
         targets = [place_of(made[each.key], each.key) for each in chosen if each.nbytes]
         for one, other, *_ in (found for found in sharing(targets) if len(found) > 1):

@@ -23,6 +23,7 @@ from nvmeio._native.file import File
 from nvmeio._streams.pending import Pending
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
+from nvmeio.torch._bits import is_memory
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
     LARGE_BYTES,
@@ -123,13 +124,7 @@ class Parts:
         """Add a part; reading starts in ``finish``, or now if the part has several runs."""
         target = target_of(self._planner, item)
         read = target
-        plain = target.layout == torch.strided and not (target.is_conj() or target.is_neg())
-        if not (
-            plain
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and target.dtype == stored.dtype
-        ):
+        if not (is_memory(target) and target.dtype == stored.dtype):
             nbytes = math.prod(item.lengths) * stored.dtype.itemsize
             if self._beside + nbytes > BESIDE_BYTES_MAX:
                 self.finish()
