@@ -28,7 +28,7 @@ from helpers import plugged
 from mounts import SIZES_MIN, Filler
 from nvmeio._publish.folders import Unfinished, remove_unfinished
 from nvmeio._publish.names import temporary_name
-from nvmeio._streams import reading, writing
+from nvmeio._streams import reading
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -534,39 +534,6 @@ class TestAsync:
             second.result().result()
             for step in (1, 2):
                 assert same(checkpointer.restore(step), state_of(step))
-
-    @pytest.mark.parametrize("end", ["cancelled", "fails"])
-    def test_staging_memory_is_kept_until_the_last_write_ends(self, end):
-        """A failed save waits for its writes in flight."""
-        waited = []
-
-        class Handle:
-            def submit_write(self, view, file, offset):
-                request = Late()
-                request.offset = offset
-                return request
-
-        class Late:
-            def wait(self):
-                waited.append(self.offset)
-                if end == "fails":
-                    raise OSError(errno.EIO, "broken")
-
-            def cancel(self):
-                pass
-
-            def exception(self):
-                waited.append(self.offset)
-
-        def seen(block):
-            if end == "cancelled":
-                raise CancelledError
-
-        image = np.zeros(3 * writing.BLOCK_BYTES, np.uint8)
-        with pytest.raises(CancelledError if end == "cancelled" else OSError):
-            writing.write_image(Handle(), None, image, seen)
-        places = range(0, len(image), writing.BLOCK_BYTES)
-        assert {*waited} == {*places[: 1 if end == "cancelled" else 3]}
 
     def test_a_second_save_waits_is_skipped_or_raises(self, root, slow):
         checkpointers = {

@@ -187,6 +187,7 @@ BROKEN = {
         broken(lambda c: c["both"]["options"].update(queue_depth="8")),
         "both.options.queue_depth is '8'; it must be an integer",
     ),
+    "twice": (lambda p: '{"a": 1, "a": 2}', "'a' comes twice"),
     "word": (
         broken(lambda c: c["both"]["options"].update(engine="posix")),
         "both.options.engine is 'posix'; it must be one of auto, io_uring",

@@ -261,6 +261,20 @@ class TestTooLittle:
         assert said.startswith(f"MemoryError: loading {path} needs 400 MiB of memory, and ")
         assert stats["requests"] == 0
 
+    def test_free_memory_of_the_pool_is_used_first(self, tmp_path):
+        skip_sanitized("keep memory of their own")
+        path = tmp_path / "model"
+        safetensors.numpy.save_file({"a": np.ones(256 * MIB, np.uint8)}, path)
+        outcomes = run_child(
+            "with_idle_memory",
+            env={"NVMEIO_POOL_BYTES": "1GiB"},
+            path=str(path),
+            folder=str(tmp_path / "run"),
+            idle_bytes=300 * MIB,
+            more_bytes=200 * MIB,
+        ).report
+        assert outcomes == dict.fromkeys(outcomes, "ok")
+
     def test_the_control_groups_of_containers_are_found(self, monkeypatch):
         files = {
             "/proc/self/cgroup": "0::/",

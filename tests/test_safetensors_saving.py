@@ -74,7 +74,10 @@ def test_staging_memory_is_not_refilled_before_it_is_written(old, monkeypatch):
 
     class Late:
         def __init__(self, view, file, offset):
-            self.arguments = view, file, offset
+            self.arguments, self.nbytes = (view, file, offset), len(view)
+
+        def done(self):
+            return False
 
         def wait(self):
             return nvmeio.default_handle().submit_write(*self.arguments).wait()

@@ -437,7 +437,9 @@ class TestOut:
         assert list(OURS[kind].load_file(saved, out=out)) == [name]
         assert bits_of(out[name]) == bits_of(THEIRS[kind].load_file(saved)[name])
 
-    @pytest.mark.parametrize("wrong", ["dtype", "shape", "missing", "no tensor", "unknown"])
+    @pytest.mark.parametrize(
+        "wrong", ["dtype", "shape", "missing", "no tensor", "expanded", "unknown"]
+    )
     def test_targets_that_do_not_fit_are_refused_before_a_read(self, kind, saved, wrong):
         first, name = "float64 (129, 64)", "int32 (3, 2)"
         whole = THEIRS[kind].load_file(saved)
@@ -451,6 +453,12 @@ class TestOut:
             del out[name]
         elif wrong == "no tensor":
             out[name] = [[1, 2]] * 3
+        elif wrong == "expanded":
+            out[name] = out[name][:1]
+            if kind == "np":
+                out[name] = np.lib.stride_tricks.as_strided(out[name], (3, 2), (0, 4))
+            else:
+                out[name] = out[name].expand(3, 2)
         else:
             out["none"], names = out[name], None
         error = {"no tensor": TypeError, "unknown": nvmeio.safetensors.SafetensorError}

@@ -58,7 +58,7 @@ FOLDERS = {
     },
     "_cli": {
         *("", "checkpoint", "deepspeed", "safetensors"),
-        *("_arguments", "_arrays", "_config", "_files", "_native"),
+        *("_arguments", "_arrays", "_config", "_files", "_native", "_tensors"),
     },
 }
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nvmeio._publish.names import final_name, temporary_name
 from nvmeio.safetensors import load_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
@@ -137,7 +138,7 @@ def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
     old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
     save(tmp_path, old, before, fqn_to_index_mapping=mapping)
-    left = "model-00001-of-00009.safetensors.01234567.part"
+    left = temporary_name("model-00001-of-00009.safetensors")
     (tmp_path / left).write_bytes(b"of a save that died")
     (tmp_path / "mine.txt").write_bytes(b"x")
     save(tmp_path, state_of(2))
@@ -192,16 +193,15 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         # As if a second rank behaved as the first.
         told = copy.deepcopy(results[0])
         for each in told:
-            token = each.storage_data.relative_path.split(".")[-2]
-            name = each.storage_data.relative_path.replace(token, "0" * len(token))
-            each.storage_data.relative_path = name
+            name = final_name(each.storage_data.relative_path)
+            each.storage_data.relative_path = temporary_name(name)
         finish(metadata, [*results, told])
 
     writer.finish = finish_with_another
     with pytest.raises(CheckpointException, match="several ranks wrote"):
         dcp.save(state_of(2), storage_writer=writer, no_dist=True)
     now = {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)}
-    assert {n: each for n, each in now.items() if not n.endswith(".part")} == before
+    assert {n: each for n, each in now.items() if not n.endswith(".nvmeio-tmp")} == before
 
 
 def test_files_of_two_saves_are_refused(tmp_path):
@@ -352,7 +352,7 @@ def test_a_folder_that_is_not_shared_is_an_error_before_any_rename(tmp_path):
     def write_elsewhere(plan, planner):
         future = write_data(plan, planner)
         for name in os.listdir(tmp_path):
-            if name.endswith(".part"):
+            if name.endswith(".nvmeio-tmp"):
                 os.rename(tmp_path / name, tmp_path.parent / name)
         return future
 

@@ -191,8 +191,9 @@ class TestIndex:
         [
             *("", "{", "[]", "5", "{}", '{"version": 2}', '{"version": 2, "shards": {}}'),
             *('{"version": 1, "shards": []}', "[" * 100_000, '"\udc80"'),
+            '{"version": 2, "shards": [], "shards": []}',
         ],
-        ids=range(10),
+        ids=range(11),
     )
     def test_an_invalid_index_is_refused(self, tmp_path, text):
         (tmp_path / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))

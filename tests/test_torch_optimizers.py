@@ -567,6 +567,10 @@ class TestWindows:
 
             def __init__(self, request):
                 self.request, self.cancel = request, request.cancel
+                self.nbytes = request.nbytes
+
+            def done(self):
+                return False
 
             def wait(self):
                 clock.now += 7

@@ -1,7 +1,8 @@
 /* pool.h -- a process-wide pool of aligned memory, in huge pages if possible.
  *
  * Memory is populated once and reused after it is freed.  It is unmapped only to make
- * room for other sizes below the limit, and by nvmeio_pool_trim().  A forked child
+ * room for other sizes below the limit, where the system has no memory for them, and by
+ * nvmeio_pool_trim().  A forked child
  * continues with its copy of the pool, of which nothing is locked or counted as in use.
  * Thread-safe. */
 #ifndef NVMEIO_POOL_H

@@ -484,6 +484,8 @@ static int grow(struct arena *arena, int node, size_t bytes, struct extent **res
         hugetlb = false;
         error = map_chunk(node, chunk_bytes, false, &chunk);
     }
+    if (error == -ENOMEM && nvmeio_pool_trim() > 0)
+        error = map_chunk(node, chunk_bytes, false, &chunk);
     pthread_mutex_lock(&mutex);
     growing_bytes -= chunk_bytes;
     if (error == 0) {

@@ -31,11 +31,11 @@ from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.types import Path
 from nvmeio._events.event_loop import InThread, in_thread, submitted
 from nvmeio._files.descriptors import cut
-from nvmeio._memory.mapped import apart
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._publish.files import new_contents
+from nvmeio._publish.mapped import apart
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
 from nvmeio.files import as_dtype, opened_for, opened_for_reading
@@ -78,6 +78,29 @@ _COPY_BYTES_MAX = 256 << 10
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
+async def _read(handle: Handle, buffer: Any, file: File, offset: int) -> int:
+    return int(await handle.submit_read(buffer, file, offset))
+
+
+async def _write(
+    contents: AbstractContextManager[File],
+    source: Any,
+    *,
+    header: bytes | bytearray = b"",
+    sync: bool,
+) -> int:
+    """Write a header and a Buffer to a file, and return their size."""
+    size = 0
+    async with _ready(contents) as (handle, file):
+        source = await in_thread(apart, source, file)
+        for part in (header, source) if header else (source,):
+            size += await handle.submit_write(part, file, size)
+        await in_thread(cut, file, size)
+        if sync:
+            await handle.submit_fsync(file)
+    return size
+
+
 async def load(path: Path) -> npt.NDArray[Any]:
     """Read a whole .npy file.
 
@@ -107,8 +130,7 @@ async def load(path: Path) -> npt.NDArray[Any]:
     """
     async with _ready(opened_npy(path)) as (handle, found):
         file, layout, array = found
-        if array.nbytes:
-            await handle.submit_read(array, file, layout.offset)
+        await _read(handle, array, file, layout.offset)
     return array.T if layout.fortran else array
 
 
@@ -137,12 +159,7 @@ async def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = Tru
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     header, source = await in_thread(header_and_source, array)
     contents = new_contents(path, sync=sync, atomic=atomic)
-    async with _ready(contents) as (handle, file):
-        source = await in_thread(apart, source, file)
-        await handle.submit_write(header, file)
-        await handle.submit_write(source, file, len(header))
-        await in_thread(cut, file, len(header) + source.nbytes)
-        await handle.submit_fsync(file)
+    await _write(contents, source, header=header, sync=True)
 
 
 @overload
@@ -188,7 +205,7 @@ async def read_file(
     opened = opened_for(path, offset, size, dtype)
     async with _ready(opened) as (handle, (file, array, left)):
         if left:
-            await handle.submit_read(array, file, offset)
+            await _read(handle, array, file, offset)
     return as_dtype(array, dtype)
 
 
@@ -222,7 +239,7 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     32
     """
     async with _ready(opened_for_reading(file)) as (handle, opened):
-        return int(await handle.submit_read(buffer, opened, offset))
+        return await _read(handle, buffer, opened, offset)
 
 
 async def write_file(
@@ -263,12 +280,7 @@ async def write_file(
     path, sync, atomic = path_of(path), flag("sync", sync), flag("atomic", atomic)
     held = borrow(buffer, writable=False)
     contents = new_contents(path, sync=sync, atomic=atomic)
-    async with _ready(contents) as (handle, file):
-        await handle.submit_write(await in_thread(apart, held, file), file)
-        await in_thread(cut, file, held.nbytes)
-        if sync or atomic:
-            await handle.submit_fsync(file)
-    return held.nbytes
+    return await _write(contents, held, sync=sync or atomic)
 
 
 async def getitem(array: ArrayFile, index: Any) -> Any:

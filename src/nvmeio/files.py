@@ -15,12 +15,12 @@ from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import element_of
 from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming
-from nvmeio._memory.mapped import apart
 from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
 from nvmeio._native.buffer import borrow
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
+from nvmeio._publish.mapped import apart
 from nvmeio.default import default_handle
 
 __all__ = ["read_file", "read_into", "write_file"]

@@ -12,11 +12,11 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
-from nvmeio._memory.mapped import apart
 from nvmeio._memory.registry import library_of
 from nvmeio._native.buffer import Buffer, borrow
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
+from nvmeio._publish.mapped import apart
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
 

@@ -243,6 +243,7 @@ static void test_impossible_sizes_are_refused(void)
 
 static void test_memory_that_cannot_be_populated_is_an_error(void)
 {
+    nvmeio_pool_trim();
     struct nvmeio_pool_stats before = get_stats();
     int refusals_before = atomic_load(&populate_refusals);
     void *memory;
@@ -254,6 +255,14 @@ static void test_memory_that_cannot_be_populated_is_an_error(void)
     CHECK(memcmp(&before, &after, sizeof(before)) == 0);
     /* Nothing stays mapped for it. */
     CHECK(msync(atomic_load(&populated), 4096, MS_ASYNC) == -1 && errno == ENOMEM);
+    /* With free memory, it is unmapped for a second attempt. */
+    nvmeio_pool_free(alloc(4 * MIB));
+    CHECK(get_stats().bytes_mapped > before.bytes_mapped);
+    atomic_store(&populate_error, ENOMEM);
+    CHECK(nvmeio_pool_alloc(512 * MIB, false, &memory, NULL) == -ENOMEM);
+    atomic_store(&populate_error, 0);
+    CHECK(atomic_load(&populate_refusals) == refusals_before + 3);
+    CHECK(get_stats().bytes_mapped == before.bytes_mapped);
 }
 
 static void test_kernels_without_populate_get_touched_pages(void)

@@ -10,6 +10,7 @@ import safetensors.numpy
 
 import nvmeio
 from nvmeio._native.region import Region
+from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import numpy as ours
 from nvmeio.safetensors import safe_open, save_sharded
 from workloads.common import pause, report
@@ -31,13 +32,45 @@ def populate():
     report(outcome_of(region.populate, 0, 1 << 20))
 
 
+def limit_addresses(more_bytes):
+    """Leave this process so many bytes of addresses."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * 4096
+    bound = used + more_bytes if more_bytes != resource.RLIM_INFINITY else more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (bound, resource.RLIM_INFINITY))
+
+
+def with_idle_memory(path, folder, idle_bytes, more_bytes):
+    """Use memory in each way, while the pool has free memory that the system lacks."""
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, {"a": np.zeros(os.path.getsize(path), np.uint8)})
+    state = checkpointer.restore()
+    nbytes = os.path.getsize(path)
+    ways = {
+        "load": partial(ours.load_file, path, direct=True),
+        "map": partial(ours.load_file, path, mapped=True),
+        "empty": partial(nvmeio.empty, nbytes, np.uint8),
+        "pinned": partial(nvmeio.empty, nbytes, np.uint8, pin_memory=True),
+        "region": partial(Region, nbytes),
+        "restore": checkpointer.restore,
+        "stage": lambda: checkpointer.save_async(2, state).result(),
+    }
+    outcomes = {}
+    for name, way in ways.items():
+        idle = nvmeio.empty(idle_bytes, np.uint8)
+        del idle
+        limit_addresses(more_bytes)
+        outcomes[name] = outcome_of(way)
+        limit_addresses(resource.RLIM_INFINITY)
+        nvmeio.pool_trim()
+    checkpointer.close()
+    report(outcomes)
+
+
 def load_within(path, address_bytes):
     """Load a file in a process with too little memory."""
     nvmeio.default_handle()
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * 4096
-    bound = used + address_bytes, resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_AS, bound)
+    limit_addresses(address_bytes)
     report([outcome_of(ours.load_file, path, direct=True), nvmeio.default_handle().stats()])
 
 

@@ -10,9 +10,9 @@ import shlex
 from typing import Any
 
 from nvmeio._cli.arguments import CommandError
-from nvmeio._cli.terminal import sizes
-from nvmeio._cli.torch_files import PICKLE_BYTES_MAX, SIZES, Reader, loaded
+from nvmeio._cli.torch_files import check_pickle_size, loaded
 from nvmeio._files.kinds import METADATA, STEP, TENSORS, what_is_in
+from nvmeio._tensors.torch_files import SIZES, Reader
 from nvmeio.checkpoint import CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
 from nvmeio.safetensors import safe_open
@@ -107,9 +107,7 @@ class MetadataReader(Reader):
 def _distributed(path: str) -> dict[str, Any]:
     """Return the contents of a folder of torch.distributed.checkpoint."""
     file = os.path.join(path, METADATA)
-    if (size := os.path.getsize(file)) > PICKLE_BYTES_MAX:
-        has, most = sizes(size, PICKLE_BYTES_MAX)
-        raise CommandError(f"{file}: it has {has}; the limit is {most}")
+    check_pickle_size(f"{file}: it", os.path.getsize(file))
     with open(file, "rb") as stream:
         content = loaded(stream.read(), file, MetadataReader)
     try:

@@ -3,9 +3,7 @@
 import os
 import resource
 
-from nvmeio._arguments.units import in_binary
-
-__all__ = ["available_bytes", "require_available"]
+__all__ = ["available_bytes"]
 
 # For each version of control groups: the files with a group's limit and its use, and the
 # prefix of the names in memory.stat.
@@ -83,12 +81,3 @@ def _left_in_group(folder: str, names: tuple[str, str, str]) -> list[int]:
 def _text(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read().strip()
-
-
-def require_available(nbytes: int, what: str) -> None:
-    """Raise MemoryError if fewer bytes are available, before allocating any."""
-    free = available_bytes()
-    if nbytes > free:
-        raise MemoryError(
-            f"{what} needs {in_binary(nbytes)} of memory, and {in_binary(free)} are free"
-        )

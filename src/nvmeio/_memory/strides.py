@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["check_sizes", "may_overlap", "parts_of"]
+__all__ = ["check_sizes", "dense_strides", "may_overlap", "parts_of"]
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides in elements of an array in C order without gaps."""
+    return tuple(
+        math.prod(max(extent, 1) for extent in shape[axis + 1 :])
+        for axis in range(len(shape))
+    )
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:

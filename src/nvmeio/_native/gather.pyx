@@ -22,7 +22,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport SIZE_MAX, int64_t, uintptr_t
 
-from nvmeio._libnvmeio cimport c_file, c_gather, c_request
+from nvmeio._libnvmeio cimport c_file, c_gather, c_pool, c_request
 from nvmeio._libnvmeio.c_base cimport OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._libnvmeio.c_request cimport (
     nvmeio_after,
@@ -493,6 +493,8 @@ cdef class NewBytes:
 cdef int check_memory(Py_ssize_t count, object total) except -1:
     """Raise MemoryError for more than the system can give, before anything is filled."""
     cdef void *memory = PyMem_RawMalloc(min(total, SIZE_MAX))
+    if memory == NULL and c_pool.pool_trim():
+        memory = PyMem_RawMalloc(min(total, SIZE_MAX))
     if memory == NULL:
         raise MemoryError(f"out of memory: {count} records have {total} bytes")
     PyMem_RawFree(memory)

@@ -24,6 +24,7 @@ from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check
 from nvmeio._arguments.checks import flag, integer
 from nvmeio._arguments.units import in_binary
+from nvmeio._memory import available
 from nvmeio._memory.registry import libraries as _libraries
 from nvmeio._memory.registry import library_of
 
@@ -230,8 +231,8 @@ def pool_trim() -> int:
     -----
     The pool keeps the memory that arrays, tensors and requests free, because populating new
     memory takes time: about 0.1 to 0.3 s per GiB.  A huge page of 2 MiB stays if any part
-    of it is in use.  Releases the GIL.  Requests that need memory of the pool wait
-    meanwhile.
+    of it is in use.  nvmeio does the same before it raises MemoryError.  Releases the GIL.
+    Requests that need memory of the pool wait meanwhile.
 
     See Also
     --------
@@ -249,6 +250,20 @@ def pool_trim() -> int:
     with nogil:
         nbytes = c_pool.pool_trim()
     return nbytes
+
+
+def require_available(nbytes, what):
+    """Raise MemoryError if fewer bytes are available, before allocating any.
+
+    The pool's free memory is returned to the system if that is needed.
+    """
+    free = available.available_bytes()
+    if nbytes > free and pool_trim():
+        free = available.available_bytes()
+    if nbytes > free:
+        raise MemoryError(
+            f"{what} needs {in_binary(nbytes)} of memory, and {in_binary(free)} are free"
+        )
 
 
 def new_locked(num_elem, example):

@@ -12,6 +12,7 @@ from libc.errno cimport errno as c_errno
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
+from nvmeio._libnvmeio cimport c_pool
 from nvmeio._native.errors cimport check, reason_of
 
 cdef extern from "<sys/mman.h>" nogil:
@@ -34,6 +35,19 @@ cdef enum:
     HUGE = 2 << 20
 
 
+cdef int map_pages(size_t size, int flags, int descriptor, char **result) noexcept nogil:
+    """Map pages; return -errno.  The pool's free memory is returned if that is needed."""
+    cdef void *found = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, descriptor, 0)
+    cdef int error = c_errno
+    if found == MAP_FAILED and error == ENOMEM and c_pool.pool_trim():
+        found = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, descriptor, 0)
+        error = c_errno
+    if found == MAP_FAILED:
+        return -error
+    result[0] = <char *> found
+    return 0
+
+
 # A FileMap is part of no cycle.
 @cython.no_gc
 @cython.final
@@ -50,20 +64,15 @@ cdef class FileMap:
     def __cinit__(self, int descriptor, Py_ssize_t nbytes, path=None):
         if nbytes < 1:
             raise ValueError(f"nbytes is {nbytes}; it must be at least 1")
-        cdef int error = 0
-        cdef void *found
+        cdef int error
+        cdef char *found = NULL
         with nogil:
             # Without MAP_NORESERVE, Linux refuses a file that is larger than the memory.
-            found = mmap(
-                NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
-                descriptor, 0,
-            )
-            if found == MAP_FAILED:
-                error = c_errno
-        if error == ENOMEM:
+            error = map_pages(nbytes, MAP_PRIVATE | MAP_NORESERVE, descriptor, &found)
+        if error == -ENOMEM:
             raise MemoryError(f"out of memory: the system cannot map {nbytes} bytes")
-        check(-error, path)
-        self.mapped, self.nbytes = <char *> found, nbytes
+        check(error, path)
+        self.mapped, self.nbytes = found, nbytes
 
     def __dealloc__(self):
         if self.mapped != NULL:
@@ -107,13 +116,9 @@ cdef class Region:
         cdef size_t huge = size & ~<size_t> (HUGE - 1)
         cdef size_t more = HUGE if huge else 0
         self.users = <uint32_t *> calloc(size // PAGE, sizeof(uint32_t))
-        cdef char *found = <char *> mmap(
-            NULL, size + more, PROT_READ | PROT_WRITE,
-            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0,
-        )
-        if found == <char *> MAP_FAILED or self.users == NULL:
-            if found != <char *> MAP_FAILED:
-                munmap(found, size + more)
+        cdef int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+        cdef char *found = NULL
+        if self.users == NULL or map_pages(size + more, flags, -1, &found):
             raise MemoryError(f"out of memory: the system cannot map {nbytes} bytes")
         cdef size_t before = 0
         if huge:
@@ -144,15 +149,12 @@ cdef class Region:
         require_within(self, begin, end)
         cdef char *first = self.mapped + ((self.phase + begin) & ~<size_t> (PAGE - 1))
         cdef size_t size = self.mapped + self.phase + end - first
-        cdef int error = 0
+        cdef int error
         with nogil:
             size = (size + PAGE - 1) & ~<size_t> (PAGE - 1)
-            # EAGAIN: the kernel is short of memory for a moment; retry.
-            while madvise(first, size, MADV_POPULATE_WRITE):
-                error = c_errno
-                if error != EINTR and error != EAGAIN:
-                    break
-                error = 0
+            error = populate_pages(first, size)
+            if error == ENOMEM and c_pool.pool_trim():
+                error = populate_pages(first, size)
         # EINVAL: the kernel is older than 5.14.  Pages are then populated when touched.
         if error and error != errno.EINVAL:
             raise MemoryError(f"no memory for {end - begin} bytes: {reason_of(error)}")
@@ -203,6 +205,14 @@ cdef class Span:
             self.region.shrinks = True
             madvise(self.region.mapped, self.region.mapped_bytes, MADV_NOHUGEPAGE)
         madvise(self.region.mapped + first * PAGE, (last - first) * PAGE, MADV_DONTNEED)
+
+
+cdef int populate_pages(char *first, size_t size) noexcept nogil:
+    while madvise(first, size, MADV_POPULATE_WRITE):
+        # EAGAIN: the kernel is short of memory for a moment; retry.
+        if c_errno != EINTR and c_errno != EAGAIN:
+            return c_errno
+    return 0
 
 
 cdef int require_within(Region region, Py_ssize_t begin, Py_ssize_t end) except -1:

@@ -1,6 +1,5 @@
 """An open safetensors file, its header, and its map if it is mapped."""
 
-import errno
 import os
 from typing import Any, Literal, cast
 
@@ -96,10 +95,6 @@ class ModelFile:
         return SafetensorError(
             f"{self.path} has changed while it was read: it had {self.before.st_size} bytes"
         )
-
-    def explained(self, error: OSError) -> Exception:
-        """Return the error to raise: a read past the end means a truncated file."""
-        return self.changed() if error.errno == errno.ENODATA else error
 
     def close(self) -> None:
         """Close the file; reads in flight continue."""

@@ -1,5 +1,7 @@
 """Load whole tensors and parts of tensors from several files, in one submission."""
 
+import contextlib
+import errno
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,21 +10,22 @@ import numpy as np
 
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.header import Tensor
-from nvmeio._streams.pending import abandon
+from nvmeio._streams.pending import Item, Pending
 from nvmeio._streams.progress import Progress
 from nvmeio._streams.reading import (
     CHUNK_BYTES,
-    Read,
     Records,
-    begin,
-    finish,
+    Start,
+    into_region,
     max_gap,
     place,
+    read,
 )
 from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
 from nvmeio._tensors.sharing import place_of, sharing
+from nvmeio._tensors.targets import check_target
 from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
@@ -139,18 +142,18 @@ def _read(
         alone = len(chosen) == 1 and chosen[0].offsets is None and progress is None
         if alone and 0 < chosen[0].nbytes <= SMALL_BYTES:
             return _small(chosen[0], framework)
-        return _Memory(chosen, framework).finish(progress)
+        memory = _Memory(chosen, framework)
+        with _checked(memory.files):
+            made = read(memory.start, memory.nbytes, progress, memory.build)
+        return memory.finish(made)
     return _into(chosen, out, framework, progress)
 
 
 def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
     """Read a small tensor in the calling thread."""
     made = framework.empty(each.dtype, each.shape)
-    try:
+    with _checked([each.file]):
         default_handle().read(made, each.file.file, _start(each))
-    except OSError as error:
-        raise each.file.explained(error) from error
-    each.file.check_unchanged()
     return {each.key: made}
 
 
@@ -161,34 +164,20 @@ class _Memory:
         self.chosen, self.framework = chosen, framework
         self.files = list({each.file: None for each in chosen})
         self.full = [each for each in chosen if each.nbytes]
+        self.begins: list[int] = []
+        self.nbytes = self.phase = 0
+        self.start: Start = lambda _: None
         if self.full:
             records, self.begins, size, self.phase = _records(self.full, self.files)
             self.nbytes = int(records.nbytes.sum())
             what = f"loading {_named(self.files)}"
-            self.region, self.reads = begin(records, size, self.phase, what)
-
-    def finish(self, progress: Progress | None = None) -> dict[Any, Any]:
-        """Wait for the reads, and return the tensors."""
-        if not self.full:
-            made = self.build()
-        else:
-            try:
-                made = finish(self.reads, self.nbytes, progress, self.build)
-            except OSError as error:
-                raise _explained(error, self.files) from error
-            for each, low in zip(self.full, self.begins, strict=True):
-                # Torch requires elements at multiples of their size.
-                if (low + self.phase) % max(1, BITS[each.tensor.dtype] // 8):
-                    made[each.key] = self.framework.copy(made[each.key])
-        for file in self.files:
-            file.check_unchanged()
-        return made
+            self.region, self.start = into_region(records, size, self.phase, what)
 
     def build(self) -> dict[Any, Any]:
         """Make the tensors, over memory that is still being filled."""
         framework = self.framework
         over, empty = framework.over, framework.empty
-        spans = iter(self.begins) if self.full else iter(())
+        spans = iter(self.begins)
         return {
             each.key: (
                 over(self.region, next(spans), each.nbytes, each.dtype, each.shape)
@@ -198,6 +187,14 @@ class _Memory:
             for each in self.chosen
         }
 
+    def finish(self, made: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the tensors for the caller, when all is read."""
+        for each, low in zip(self.full, self.begins, strict=True):
+            # Torch requires elements at multiples of their size.
+            if (low + self.phase) % max(1, BITS[each.tensor.dtype] // 8):
+                made[each.key] = self.framework.copy(made[each.key])
+        return made
+
 
 class Loading:
     """Whole tensors that are read ahead, before the caller asks for them."""
@@ -206,13 +203,12 @@ class Loading:
         self.memory = _Memory(chosen, framework)
         self.lock = threading.Lock()
         self.made: dict[Any, Any] | None = None
-        self.begun: list[Read] = []
+        self.pending = Pending(default_handle())
         self.abandoned = False
         try:
-            for read in self.memory.reads if self.memory.full else ():
-                self.begun.append(read)
+            self.memory.start(self.pending)
         except BaseException:
-            abandon([each.request for each in self.begun])
+            self.pending.abandon()
             raise
 
     def take(self, key: Any) -> Any:
@@ -221,16 +217,16 @@ class Loading:
             if self.made is None:
                 if self.abandoned:
                     return None
-                if self.memory.full:
-                    self.memory.reads = iter(self.begun)
-                self.made = self.memory.finish()
+                with _checked(self.memory.files), self.pending:
+                    made = self.memory.build()
+                self.made = self.memory.finish(made)
             return self.made.pop(key)
 
     def abandon(self) -> None:
         """Cancel all reads and wait for them; complete tensors can still be taken."""
         with self.lock:
             self.abandoned = True
-            abandon([each.request for each in self.begun])
+            self.pending.abandon()
 
 
 def _records(
@@ -276,8 +272,9 @@ def _into(
             continue
         if each.key not in out:
             raise ValueError(f"out lacks the tensor {each.key!r}")
-        target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
-        made[each.key] = target
+        target, by_torch = out[each.key], framework.by_torch
+        check_target(f"out[{each.key!r}]", target, by_torch, each.dtype, each.shape)
+        made[each.key] = target.detach() if by_torch else target
     if out is not None:
         targets = [place_of(made[each.key], each.key) for each in chosen if each.nbytes]
         for one, other, *_ in (found for found in sharing(targets) if len(found) > 1):
@@ -285,42 +282,33 @@ def _into(
                 f"out[{other.leaf!r}] and out[{one.leaf!r}] share memory; each tensor "
                 "needs its own"
             )
-    handle = default_handle()
     full = [each for each in chosen if each.nbytes]
-    whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}
-    sizes: dict[ModelFile, int] = {}
 
-    def submit(file: ModelFile) -> Read:
-        request = handle.submit_read_many(whole.pop(file))
-        return Read(request, sizes.pop(file))
-
-    def begun() -> Iterator[Read]:
+    def start(pending: Pending) -> None:
+        whole: dict[ModelFile, list[Item]] = {}
+        sizes: dict[ModelFile, int] = {}
         for each in full:
+            file = each.file
             if each.offsets is None or len(each.offsets) == 1:
-                items = whole.setdefault(each.file, [])
-                items.append((made[each.key], each.file.file, _start(each)))
-                sizes[each.file] = sizes.get(each.file, 0) + each.nbytes
-                if progress is not None and sizes[each.file] >= CHUNK_BYTES:
-                    yield submit(each.file)
+                whole.setdefault(file, []).append((made[each.key], file.file, _start(each)))
+                sizes[file] = sizes.get(file, 0) + each.nbytes
+                if progress is not None and sizes[file] >= CHUNK_BYTES:
+                    pending.read_many(whole.pop(file))
+                    del sizes[file]
                 continue
             size = each.nbytes // len(each.offsets)
-            request = handle.submit_gather(
-                each.file.file,
-                each.file.offset(each.tensor.begin) + each.offsets,
+            pending.gather(
+                file.file,
+                file.offset(each.tensor.begin) + each.offsets,
                 size,
                 made[each.key],
                 max_gap=max_gap(size),
             )
-            yield Read(request, each.nbytes)
-        for file in list(whole):
-            yield submit(file)
+        for items in whole.values():
+            pending.read_many(items)
 
-    try:
-        finish(begun(), sum(each.nbytes for each in full), progress, lambda: None)
-    except OSError as error:
-        raise _explained(error, files) from error
-    for file in files:
-        file.check_unchanged()
+    with _checked(files):
+        read(start, sum(each.nbytes for each in full), progress, lambda: None)
     return made if out is None else {key: out[key] for key in made}
 
 
@@ -330,9 +318,16 @@ def _named(files: Sequence[ModelFile]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
-def _explained(error: OSError, files: Sequence[ModelFile]) -> Exception:
-    """Return the error to raise: a read past the end means a truncated file."""
+@contextlib.contextmanager
+def _checked(files: Sequence[ModelFile]) -> Iterator[None]:
+    """Explain errors of reading, and raise an error if a file has changed meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        for file in files:
+            # A read past the end means a truncated file.
+            if file.path == error.filename and error.errno == errno.ENODATA:
+                raise file.changed() from error
+        raise
     for file in files:
-        if file.path == error.filename:
-            return file.explained(error)
-    return error
+        file.check_unchanged()

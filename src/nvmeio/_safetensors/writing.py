@@ -13,11 +13,12 @@ import numpy as np
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._files.descriptors import cut
 from nvmeio._files.paths import naming, resolved
-from nvmeio._memory.mapped import is_mapped, require_copy
 from nvmeio._publish.files import new_contents
+from nvmeio._publish.mapped import is_mapped, require_copy
 from nvmeio._safetensors.header import FileLayout, Tensor, build
+from nvmeio._streams.memory import Bytes
 from nvmeio._streams.progress import Progress, check_progress
-from nvmeio._streams.writing import Bytes, named, reserve, write
+from nvmeio._streams.writing import named, reserve, write
 from nvmeio.default import default_handle
 
 __all__ = ["Source", "check_size", "pack", "parts_of", "replacing_links", "save", "saving"]

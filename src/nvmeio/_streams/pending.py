@@ -1,66 +1,103 @@
-"""Requests in flight, of a bounded number of bytes, and memory for them."""
+"""Requests in flight, of a bounded number of bytes."""
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from nvmeio._native.region import Region
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
-from nvmeio.memory import empty
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Bytes", "Pending", "abandon", "memory"]
+__all__ = ["Item", "Pending"]
 
-Bytes = npt.NDArray[np.uint8]
+# Memory, a file, and the offset in it.
+Item = tuple[Any, File, int]
 
 
 class Pending:
     """Requests of one stream, in the order of their submission.
 
-    ``add`` waits until at most `limit` bytes are in flight.  As a context manager, this
-    waits for all at the end, after an error cancelled, so that their memory may be freed.
-    `landed` is called with the bytes that are done, after each request.
+    After each submission, this waits until at most `limit` bytes are in flight.  As a
+    context manager, it waits for all at the end, after an error cancelled, so that their
+    memory may be freed.  `landed` is called with the bytes that are done, after each
+    request.
     """
 
     def __init__(
-        self, limit: int | None = None, landed: Callable[[int], object] | None = None
+        self,
+        handle: Handle,
+        limit: int | None = None,
+        landed: Callable[[int], object] | None = None,
     ) -> None:
-        self.in_flight = self.done = 0
-        self._limit, self._landed = limit, landed
-        self._requests: deque[tuple[Request, int]] = deque()
+        self.done = 0
+        self._in_flight = 0
+        self._handle, self._limit, self._landed = handle, limit, landed
+        self._requests: deque[Request] = deque()
 
-    def add(self, request: Request, nbytes: int) -> None:
-        """Count a submitted request, and wait while too many bytes are in flight."""
-        self._requests.append((request, nbytes))
-        self.in_flight += nbytes
-        while self._limit is not None and self.in_flight > self._limit:
-            self.wait()
+    def read(self, memory: Any, file: File, offset: int) -> Request:
+        return self._add(self._handle.submit_read, memory, file, offset)
 
-    def wait(self) -> None:
+    def write(self, memory: Any, file: File, offset: int) -> Request:
+        return self._add(self._handle.submit_write, memory, file, offset)
+
+    def gather(
+        self, file: File, offsets: Any, sizes: Any, memory: Any, **options: Any
+    ) -> Request:
+        return self._add(
+            self._handle.submit_gather, file, offsets, sizes, memory, **options
+        )
+
+    def read_many(self, items: Iterable[Item], after: Request | None = None) -> Request:
+        return self._add(self._handle.submit_read_many, items, after=after)
+
+    def write_many(self, items: Iterable[Item]) -> Request:
+        return self._add(self._handle.submit_write_many, items)
+
+    def _add(self, submit: Callable[..., Request], *args: Any, **options: Any) -> Request:
+        # In one call of C: else Ctrl-C could come between the submission and the list.
+        self._requests.extend(starmap(partial(submit, *args, **options), [()]))
+        request = self._requests[-1]
+        self._in_flight += request.nbytes
+        while self._requests and (self._is_full() or self._requests[0].done()):
+            self._wait()
+        return request
+
+    def _is_full(self) -> bool:
+        return self._limit is not None and self._in_flight > self._limit
+
+    def _wait(self) -> None:
         """Wait for the oldest request."""
-        request, nbytes = self._requests[0]
+        request = self._requests[0]
         request.wait()
         self._requests.popleft()
-        self.in_flight -= nbytes
-        self.done += nbytes
+        self._in_flight -= request.nbytes
+        self.done += request.nbytes
         if self._landed is not None:
             self._landed(self.done)
 
-    def wait_if_done(self) -> None:
-        """Take the oldest request if that needs no waiting."""
-        if self._requests and self._requests[0][0].done():
-            self.wait()
+    def wait_for(self, request: Request) -> None:
+        """Wait for a request, and those before it."""
+        while request in self._requests:
+            self._wait()
 
     def finish(self) -> None:
         """Wait for all requests."""
         while self._requests:
-            self.wait()
+            self._wait()
+
+    def abandon(self) -> None:
+        """Cancel all requests, and wait until none is in flight."""
+        for request in self._requests:
+            request.cancel()
+        for request in self._requests:
+            with contextlib.suppress(Exception):
+                request.exception()
 
     def __enter__(self) -> "Self":
         return self
@@ -70,23 +107,4 @@ class Pending:
             if kind is None:
                 self.finish()
         finally:
-            abandon([request for request, _ in self._requests])
-
-
-def abandon(requests: Sequence[Request]) -> None:
-    """Cancel requests, and wait until none is in flight."""
-    for request in requests:
-        request.cancel()
-    for request in requests:
-        with contextlib.suppress(Exception):
-            request.exception()
-
-
-def memory(nbytes: int) -> Bytes:
-    """Return memory of the pool, or new memory if the pool is exhausted."""
-    try:
-        return empty(nbytes, np.uint8)
-    except MemoryError:
-        region: Any = Region(nbytes)
-        region.populate(0, nbytes)
-        return np.frombuffer(region, np.uint8)
+            self.abandon()

@@ -1,22 +1,27 @@
 """Read pieces of files ahead: into one new region of memory, or in order through stages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._memory.available import require_available
 from nvmeio._native.file import File
+from nvmeio._native.pool import require_available
 from nvmeio._native.region import Region
 from nvmeio._native.request import Request
-from nvmeio._streams.pending import Bytes, Pending, memory
+from nvmeio._streams.memory import Bytes, memory
+from nvmeio._streams.pending import Pending
 from nvmeio._streams.progress import Progress
 from nvmeio.default import default_handle
 
-__all__ = ["Read", "Records", "begin", "finish", "in_pieces", "max_gap", "place"]
+__all__ = ["Records", "Start", "in_pieces", "into_region", "max_gap", "place", "read"]
 
 Made = TypeVar("Made")
+# Starts reads.
+Start = Callable[[Pending], object]
 Integers = npt.NDArray[np.int64]
 
 # How much memory is populated at a time, while the chunk before is being read.
@@ -36,13 +41,6 @@ class Records(NamedTuple):
     offset: Integers  # in the file
     nbytes: Integers
     place: Integers  # in memory
-
-
-class Read(NamedTuple):
-    """A read in flight."""
-
-    request: Request
-    nbytes: int
 
 
 def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers, int, int]:
@@ -71,17 +69,17 @@ def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers,
     return starts[run] + before - before[begins][run], end - phase, phase
 
 
-def begin(
+def into_region(
     records: Records, total: int, phase: int, what: str
-) -> tuple[Region, Iterator[Read]]:
-    """Allocate memory, and return it with an iterator that starts the reads one by one.
+) -> tuple[Region, Start]:
+    """Allocate memory, and return it with a function that starts the reads into it.
 
     The memory of a chunk is populated while the chunks before it are being read.
     """
     if total >= CHECKED_BYTES:
         require_available(total, what)
     region = Region(total, phase)
-    return region, _begun(_cut(_joined(records)), region)
+    return region, partial(_start, _cut(_joined(records)), region)
 
 
 def _joined(records: Records) -> Records:
@@ -107,10 +105,10 @@ def _cut(records: Records) -> Records:
     return Records(files, file[whole], offset[whole] + low, high - low, places[whole] + low)
 
 
-def _begun(records: Records, region: Region) -> Iterator[Read]:
+def _start(records: Records, region: Region, pending: Pending) -> None:
     """Populate memory and start reads, chunk by chunk."""
     files, file, offset, nbytes, places = records
-    handle, whole = default_handle(), memoryview(region)
+    whole = memoryview(region)
     # Counted from a page boundary, as in _cut(); else the first two would be one chunk.
     before = np.cumsum(nbytes) - nbytes + offset[0] % PAGE
     # All records that begin in the same CHUNK_BYTES of the total form a chunk.
@@ -123,11 +121,9 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
             if len(mine) == 1:
                 one = int(mine[0])
                 at, size = int(places[one]), int(nbytes[one])
-                request = handle.submit_read(
-                    whole[at : at + size], files[index], int(offset[one])
-                )
+                pending.read(whole[at : at + size], files[index], int(offset[one]))
             else:
-                request = handle.submit_gather(
+                pending.gather(
                     files[index],
                     offset[mine],
                     nbytes[mine],
@@ -135,7 +131,6 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
                     out_offsets=places[mine] - first,
                     max_gap=max_gap(int(nbytes[mine].min())),
                 )
-            yield Read(request, int(nbytes[mine].sum()))
 
 
 def max_gap(run_bytes: int) -> int:
@@ -146,21 +141,16 @@ def max_gap(run_bytes: int) -> int:
     return 4096 if run_bytes < SHORT_BYTES else 512
 
 
-def finish(
-    reads: Iterable[Read],
-    total: int,
-    progress: Progress | None,
-    meanwhile: Callable[[], Made],
+def read(
+    start: Start, total: int, progress: Progress | None, meanwhile: Callable[[], Made]
 ) -> Made:
-    """Start all reads, call `meanwhile`, wait for the reads, and return its result.
+    """Start reads, call `meanwhile`, wait for the reads, and return its result.
 
     After an error none of the reads is in flight.
     """
     landed = None if progress is None else lambda done: progress(done, total)
-    with Pending(landed=landed) as pending:
-        for read in reads:
-            pending.add(read.request, read.nbytes)
-            pending.wait_if_done()
+    with Pending(default_handle(), landed=landed) as pending:
+        start(pending)
         return meanwhile()
 
 
@@ -173,13 +163,13 @@ def in_pieces(file: File, nbytes: int, size: int, count: int) -> Iterator[Bytes]
     places = range(0, nbytes, size)
     count = max(1, min(count, len(places)))
     stages = np.split(memory(count * size), count)
-    handle = default_handle()
-    with Pending() as pending:
+    ahead: deque[tuple[Bytes, Request]] = deque()
+    with Pending(default_handle()) as pending:
         for index in range(len(places) + count):
             if index >= count:
-                before = index - count
-                pending.wait()
-                yield stages[before % count][: nbytes - places[before]]
+                view, request = ahead.popleft()
+                pending.wait_for(request)
+                yield view
             if index < len(places):
                 view = stages[index % count][: nbytes - places[index]]
-                pending.add(handle.submit_read(view, file, places[index]), len(view))
+                ahead.append((view, pending.read(view, file, places[index])))

@@ -9,10 +9,11 @@ import numpy as np
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
-from nvmeio._streams.pending import Bytes, Pending, memory
+from nvmeio._streams.memory import Bytes, memory
+from nvmeio._streams.pending import Pending
 from nvmeio._streams.progress import Progress
 
-__all__ = ["Bytes", "Seen", "Stages", "named", "reserve", "write", "write_image"]
+__all__ = ["Seen", "Stages", "named", "reserve", "write", "write_image"]
 
 # Called with the bytes of a file in order, while they are in the CPU's cache.
 Seen = Callable[[Bytes], object]
@@ -66,9 +67,9 @@ class Stages(Pending):
         sent: Callable[[int], object] | None = None,
     ) -> None:
         # One less than all, so that the next one to fill is free.
-        super().__init__((STAGES - 1) * STAGE_BYTES)
+        super().__init__(handle, (STAGES - 1) * STAGE_BYTES)
         self.written = 0  # bytes passed to put()
-        self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
+        self._file, self._seen, self._sent = file, seen, sent
         self._memory = np.split(memory(STAGES * STAGE_BYTES), STAGES)
         self._turn = self._used = 0
 
@@ -88,9 +89,7 @@ class Stages(Pending):
 
     def _send(self) -> None:
         view = self._memory[self._turn][: self._used]
-        begin = self.written - self._used
-        request = self._handle.submit_write(view, self._file, begin)
-        self.add(request, self._used)
+        self.write(view, self._file, self.written - self._used)
         self._used, self._turn = 0, (self._turn + 1) % STAGES
         if self._sent is not None:
             self._sent(self.written)
@@ -121,8 +120,8 @@ def write(
 
 def write_image(handle: Handle, file: File, image: Bytes, seen: Seen) -> None:
     """Write memory as a file, without copies, and see each block while it is written."""
-    with Pending(IMAGE_BYTES) as pending:
+    with Pending(handle, IMAGE_BYTES) as pending:
         for low in range(0, len(image), BLOCK_BYTES):
             block = image[low : low + BLOCK_BYTES]
-            pending.add(handle.submit_write(block, file, low), len(block))
+            pending.write(block, file, low)
             seen(block)

@@ -46,9 +46,6 @@ class Framework(Protocol):
     def copy(self, tensor: Any) -> Any:
         """Return a copy of a tensor, in new memory."""
 
-    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
-        """Return a tensor of the caller, or raise TypeError or ValueError if unsuitable."""
-
 
 class NumPy:
     """Arrays of numpy."""
@@ -78,14 +75,6 @@ class NumPy:
 
     def copy(self, tensor: Any) -> Any:
         return tensor.copy()
-
-    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
-        if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"out[{name!r}] is a {type(tensor).__name__}, not an array")
-        _check_alike(tensor, dtype, shape, name)
-        if not tensor.flags.writeable:
-            raise ValueError(f"out[{name!r}] is read-only; pass a writable array")
-        return tensor
 
 
 class Torch:
@@ -121,21 +110,6 @@ class Torch:
 
     def copy(self, tensor: Any) -> Any:
         return tensor.clone()
-
-    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
-        if not isinstance(tensor, self.torch.Tensor):
-            raise TypeError(f"out[{name!r}] is a {type(tensor).__name__}, not a tensor")
-        _check_alike(tensor, dtype, shape, name)
-        return tensor.detach()
-
-
-def _check_alike(tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> None:
-    """Raise ValueError if a target has another dtype or shape than the file."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-        raise ValueError(
-            f"out[{name!r}] has the dtype {tensor.dtype} and shape {list(tensor.shape)}; "
-            f"the file has {dtype} and {list(shape)}"
-        )
 
 
 def _device(torch: Any, device: Any) -> Any:

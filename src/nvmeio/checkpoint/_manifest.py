@@ -17,7 +17,7 @@ import crc32c
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.kinds import MANIFEST, TENSORS
-from nvmeio._memory.available import require_available
+from nvmeio._native.pool import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
 
@@ -158,7 +158,8 @@ def read_json(
         if size > 1 << 20:
             require_available(_MEMORY_PER_BYTE * size, f"parsing {path}")
         with open(descriptor, "rb", closefd=False) as file:
-            text = file.read(limit)
+            # read() allocates what it is asked for.
+            text = file.read(size)
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
         seen(text)

@@ -19,7 +19,7 @@ from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
 from nvmeio._publish.names import renaming, temporary_name
-from nvmeio._streams.pending import Bytes
+from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 

@@ -21,7 +21,7 @@ from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._stored import PAIRS
 from nvmeio.checkpoint._tree import path_of
 
-__all__ = ["Part", "check_target", "in_order", "part_of", "rebuild", "same_memory"]
+__all__ = ["Part", "in_order", "part_of", "rebuild", "same_memory"]
 
 _FLAGS = ("parameter", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "strides", "view", "device", *_FLAGS}
@@ -278,45 +278,6 @@ def _with_flags(part: Part, tensor: Any) -> Any:
     if "parameter" in part.flags:
         return torch_module().nn.Parameter(tensor, requires_grad=wants)
     return tensor.requires_grad_() if wants else tensor
-
-
-def check_target(part: Part, target: Any) -> None:
-    """Raise TypeError or ValueError if a part cannot be read into a target."""
-    where = path_of(part.path)
-    kind = np.ndarray
-    if part.by_torch:
-        kind = torch_module().Tensor
-    if not isinstance(target, kind):
-        raise TypeError(
-            f"into: {where} is of type {type(target).__qualname__}; the checkpoint has "
-            f"{'a tensor' if part.by_torch else 'an array'}"
-        )
-    if target.dtype != part.dtype or tuple(target.shape) != tuple(part.shape):
-        raise ValueError(
-            f"into: {where} has the dtype {target.dtype} and shape {list(target.shape)}; "
-            f"the checkpoint has {part.dtype} and {list(part.shape)}"
-        )
-    problem = _target_problem(target)
-    if problem:
-        raise ValueError(f"into: {where} {problem}")
-
-
-def _target_problem(target: Any) -> str:
-    """Return why a tensor or an array cannot be written to; "" if it can."""
-    if isinstance(target, np.ndarray):
-        strides = target.strides
-        if not target.flags.writeable:
-            return "is read-only"
-    elif target.is_meta or target.layout != torch_module().strided:
-        return f"has no memory to fill: {target.device}, {target.layout}"
-    elif target.is_conj() or target.is_neg():
-        return "is a conjugate or negative view; pass its resolve_conj() or resolve_neg()"
-    else:
-        strides = target.stride()
-    extents = zip(target.shape, strides, strict=True)
-    if 0 not in target.shape and any(n > 1 and not stride for n, stride in extents):
-        return "is expanded, so several elements share memory; pass its clone() or copy()"
-    return ""
 
 
 def same_memory(one: Any, other: Any) -> bool:

@@ -24,6 +24,7 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import bytes_of
 from nvmeio._tensors.sharing import Place, place_of, sharing, start_of
+from nvmeio._tensors.targets import check_target
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -34,14 +35,7 @@ from nvmeio.checkpoint._manifest import (
     read_manifest,
     require_same,
 )
-from nvmeio.checkpoint._rebuilt import (
-    Part,
-    check_target,
-    in_order,
-    part_of,
-    rebuild,
-    same_memory,
-)
+from nvmeio.checkpoint._rebuilt import Part, in_order, part_of, rebuild, same_memory
 from nvmeio.checkpoint._tree import decode, path_of, plain
 
 __all__ = ["Held", "MovedError"]
@@ -257,7 +251,9 @@ class _Parts:
 def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
     """Return the tensor or array of `into` for each part, checked, by path."""
     if isinstance(skeleton, Part):
-        check_target(skeleton, into)
+        name, by_torch = f"into: {path_of(skeleton.path)}", skeleton.by_torch
+        dtype, shape = skeleton.dtype, skeleton.shape
+        check_target(name, into, by_torch, dtype, shape, "checkpoint")
         return {skeleton.path: into}
     found: dict[Any, Any] = {}
     if isinstance(skeleton, dict) and isinstance(into, dict):

@@ -12,15 +12,16 @@ import numpy as np
 
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
-from nvmeio._memory.available import require_available
 from nvmeio._memory.deferred import Deferred
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
+from nvmeio._native.pool import require_available
 from nvmeio._native.region import Region
 from nvmeio._publish.folders import Unfinished
 from nvmeio._safetensors.header import Tensor, build
 from nvmeio._safetensors.writing import check_size, parts_of
-from nvmeio._streams.writing import Bytes, reserve, write, write_image
+from nvmeio._streams.memory import Bytes
+from nvmeio._streams.writing import reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.checkpoint._manifest import (

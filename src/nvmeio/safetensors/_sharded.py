@@ -27,6 +27,7 @@ from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import framework_of
+from nvmeio._tensors.targets import chosen_names
 from nvmeio.safetensors._open import rules_of, selected
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -112,10 +113,7 @@ def load_sharded(
     >>> found["first"].shape, found["second"]
     ((1000,), array([0, 1, 2]))
     """
-    if isinstance(names, str) or not isinstance(names, Iterable | None):
-        raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
-    if not isinstance(out, Mapping | None):
-        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
+    wanted = chosen_names(names, out)
     check_progress(progress)
     if not isinstance(slices, (Mapping, type(None))):
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
@@ -124,10 +122,8 @@ def load_sharded(
     rules = rules_of(kind, "mmap")
     places = _places(os.fsdecode(path_of(folder_or_index)))
     parts = dict(slices or {})
-    if names is not None:
-        wanted = list(dict.fromkeys(names))
-    else:
-        wanted = list(places if out is None else out)
+    if wanted is None:
+        wanted = list(places)
     for name in (*wanted, *parts):
         if name not in places:
             raise SafetensorError(f"the model does not contain tensor {name}")

@@ -17,7 +17,7 @@ from nvmeio._safetensors.header import (
     parse,
 )
 from nvmeio._safetensors.writing import Source, pack, save
-from nvmeio._streams.writing import Bytes
+from nvmeio._streams.memory import Bytes
 from nvmeio._tensors.dtypes import header_dtype, header_shape
 from nvmeio._tensors.errors import SafetensorError
 

@@ -17,8 +17,8 @@ from nvmeio._arguments.checks import refuse_masked
 from nvmeio._safetensors.file import Direct, Mapped
 from nvmeio._safetensors.writing import Source, pack
 from nvmeio._safetensors.writing import save as _save
+from nvmeio._streams.memory import Bytes
 from nvmeio._streams.progress import Progress
-from nvmeio._streams.writing import Bytes
 from nvmeio._tensors.dtypes import header_dtype, numpy_dtype
 from nvmeio._tensors.frameworks import NumPy
 from nvmeio._tensors.memory import bytes_of

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.graph import increment_version
 
-__all__ = ["OPAQUE_DTYPES", "copy_bits", "opaque", "plain_mode", "touch"]
+__all__ = ["OPAQUE_DTYPES", "copy_bits", "is_memory", "is_plain"]
+__all__ += ["opaque", "plain_mode", "touch"]
 
 # By element size, a dtype that every copy kernel supports: copy_() lacks some narrow
 # dtypes, and copying integers preserves the bits of every value.
@@ -22,6 +23,21 @@ OPAQUE_DTYPES = {
 def opaque(tensor: torch.Tensor) -> torch.Tensor:
     """View the elements of a tensor as bits."""
     return tensor.view(OPAQUE_DTYPES[tensor.element_size()])
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is no more than elements in host memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Return whether bytes in C order can be read directly into a tensor."""
+    return is_plain(tensor) and tensor.is_contiguous()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
-"""Set options of torch.save, in versions of torch that have them."""
+"""Help torch.save and torch.load: options that some versions have, and errors of files."""
 
 import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["saving_with"]
+__all__ = ["errors_of", "saving_with"]
 
 
 def saving_with(**options: Any) -> contextlib.AbstractContextManager[Any]:
@@ -18,3 +20,39 @@ def saving_with(**options: Any) -> contextlib.AbstractContextManager[Any]:
     except (ImportError, AttributeError):
         return contextlib.nullcontext()
     return found
+
+
+class _Noting:
+    """A file object that remembers the first error of its reads and writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.error: OSError | MemoryError | None = None
+        for name in ("read", "readinto", "write"):
+            setattr(self, name, self._noted(getattr(stream, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noted(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except (OSError, MemoryError) as error:
+                self.error = self.error or error
+                raise
+
+        return noted
+
+
+@contextlib.contextmanager
+def errors_of(stream: Any) -> Iterator[_Noting]:
+    """Raise the error of a file object, where torch replaces it by another."""
+    noting = _Noting(stream)
+    try:
+        yield noting
+    except Exception:
+        if noting.error is not None:
+            raise noting.error from None
+        raise

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
+from nvmeio._memory.strides import dense_strides
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
 
@@ -207,7 +208,7 @@ class _Saved:
             nbytes = _span(self.shape, self.strides) * self.dtype.itemsize
             memory = memory_of(nbytes, data.device, self.slot.lead)
             first = memory.storage_offset() // self.dtype.itemsize
-            dense = _over(data, self.dtype, start, shape, _contiguous(shape))
+            dense = _over(data, self.dtype, start, shape, dense_strides(shape))
             opaque(_over(memory, self.dtype, first, shape, self.strides)).copy_(
                 opaque(dense)
             )
@@ -281,7 +282,7 @@ class _Saver:
             lead = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize * tensor.itemsize
             data = memory_of(nbytes, tensor.device, lead)
             first = data.storage_offset() // tensor.itemsize
-            dense = _over(data, tensor.dtype, first, layout[0], _contiguous(layout[0]))
+            dense = _over(data, tensor.dtype, first, layout[0], dense_strides(layout[0]))
             opaque(dense).copy_(opaque(source))
             slot = self.file.write(data, tensor, lead, part)
         return _Saved(self.file, slot, tensor, 0, gaps)
@@ -390,8 +391,3 @@ def _distinct(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the shape with 1 for each dimension that expand() has repeated."""
     steps = zip(shape, strides, strict=True)
     return tuple(extent if stride else 1 for extent, stride in steps)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

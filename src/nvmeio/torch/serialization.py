@@ -2,25 +2,26 @@
 
 import bisect
 import contextlib
-import functools
 import io
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._arguments.checks import flag, integer, path_of, shown
+from nvmeio._arguments.checks import flag, integer, path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.archives import content_of
 from nvmeio._files.descriptors import cut
-from nvmeio._memory.mapped import Map, is_mapped, maps_of, require_copy
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
+from nvmeio._publish.mapped import Map, is_mapped, maps_of, require_copy
+from nvmeio._tensors.targets import check_target, chosen_names
+from nvmeio._tensors.torch_files import content_of, entries_of
 from nvmeio.default import default_handle
-from nvmeio.torch._saving import saving_with
+from nvmeio.torch._bits import is_memory, is_plain
+from nvmeio.torch._saving import errors_of, saving_with
 
 __all__ = ["load", "save"]
 
@@ -112,7 +113,7 @@ def save_to(
         # What is mapped from a file that is written in place is copied first.
         copy = _Copy(file) if is_mapped(file) else None
         stream = io.BufferedWriter(file if copy is None else copy, _BUFFER_BYTES)
-        with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
+        with errors_of(stream) as noting, saving_with(storage_alignment=alignment):
             torch.save(obj, noting)
         # Else the stream would close the file.
         stream.detach()
@@ -134,45 +135,9 @@ class _Copy(io.BytesIO):
         return super().write(data)
 
 
-class _Noting:
-    """A file object that remembers the first error of its reads and writes."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.error: OSError | MemoryError | None = None
-        for name in ("read", "readinto", "write"):
-            setattr(self, name, self._noted(getattr(stream, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def noted(*arguments: Any) -> Any:
-            try:
-                return call(*arguments)
-            except (OSError, MemoryError) as error:
-                self.error = self.error or error
-                raise
-
-        return noted
-
-
-@contextlib.contextmanager
-def _errors_of(stream: Any) -> Iterator[_Noting]:
-    """Raise the error of a file object, where torch replaces it by another."""
-    noting = _Noting(stream)
-    try:
-        yield noting
-    except Exception:
-        if noting.error is not None:
-            raise noting.error from None
-        raise
-
-
 def _loaded(file: File, **options: Any) -> Any:
     """Load a whole file with torch.load."""
-    with naming_file(file), _errors_of(file) as noting:
+    with naming_file(file), errors_of(file) as noting:
         return torch.load(noting, **options)
 
 
@@ -240,15 +205,11 @@ def load(
     {'weight': tensor([1., 1., 1.]), 'epoch': 3}
     """
     weights_only = flag("weights_only", weights_only)
-    if isinstance(names, str) or not isinstance(names, Iterable | None):
-        raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
-    if not isinstance(out, Mapping | None):
-        raise TypeError(f"out is {shown(out)}; it must be a dict of tensors, or None")
+    chosen = chosen_names(names, out)
     with File(path_of(path)) as file:
         options = {"map_location": map_location, "weights_only": weights_only}
-        if names is None and out is None:
+        if chosen is None:
             return _loaded(file, **options)
-        chosen = list(out or ()) if names is None else list(names)
         if left := [name for name in out or () if name not in chosen]:
             raise ValueError(f"out has {left[0]!r}, which is not in names")
         mapped = _mapped(file) if weights_only and map_location is None else None
@@ -274,10 +235,10 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
     Return None if the bytes in the file differ from those in memory, as when compressed.
     """
     try:
-        with open(_reopened(file), "rb") as again, zipfile.ZipFile(again) as archive:
-            entries = archive.infolist()
+        with open(_reopened(file), "rb") as again:
+            found = entries_of(again)
+            entries = found.values()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            found = {entry.filename.partition("/")[2]: entry for entry in entries}
             order = found.get("byteorder")
             same = order is None or content_of(again, order).decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
@@ -313,7 +274,7 @@ def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
     while values:
         value = values.pop()
         if isinstance(value, torch.Tensor):
-            if not _is_strided(value):
+            if not is_plain(value):
                 return None
             found[id(value)] = value
         elif isinstance(value, (dict, list, tuple)):
@@ -323,15 +284,6 @@ def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
         elif not isinstance(value, _PLAIN):
             return None
     return list(found.values())
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
 
 
 def _picked(found: Any, names: list[str]) -> dict[str, Any]:
@@ -355,25 +307,7 @@ def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> 
                 f"out[{name!r}] is of type {type(target).__qualname__}, and the file has a "
                 f"{type(value).__qualname__}; both must be tensors"
             )
-        if (target.dtype, target.shape) != (value.dtype, value.shape):
-            raise ValueError(
-                f"out[{name!r}] has the dtype {target.dtype} and shape "
-                f"{list(target.shape)}; the file has {value.dtype} and {list(value.shape)}"
-            )
-        if _is_expanded(target):
-            raise ValueError(
-                f"out[{name!r}] is expanded, so several elements share memory; pass its "
-                "clone()"
-            )
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if tensor.layout != torch.strided or not tensor.numel():
-        return False
-    return any(
-        extent > 1 and stride == 0
-        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+        check_target(f"out[{name!r}]", target, True, value.dtype, value.shape)
 
 
 def _delivered(
@@ -415,7 +349,7 @@ def _read(
         if source is None or id(source) in into or id(source) not in spans:
             continue
         alone = shared[source.untyped_storage().data_ptr()] == 1
-        if alone and source.is_contiguous() and _is_memory(target):
+        if alone and source.is_contiguous() and is_memory(target) and target.numel():
             into[id(source)] = target
             flat = target.detach().reshape(-1).view(torch.uint8)
             items.append((flat, file, spans[id(source)].low))
@@ -440,11 +374,6 @@ def _read(
     read = {name: into.get(id(value), value) for name, value in picked.items()}
     others = {k: target for k, target in (out or {}).items() if read.get(k) is not target}
     return _delivered(read, others)
-
-
-def _is_memory(target: torch.Tensor) -> bool:
-    """Return whether bytes can be read directly into a tensor."""
-    return _is_strided(target) and target.is_contiguous() and target.numel() > 0
 
 
 def _spans(

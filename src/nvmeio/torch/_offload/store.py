@@ -6,7 +6,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
-from nvmeio._streams.pending import Pending, abandon
+from nvmeio._streams.pending import Item, Pending
 from nvmeio._streams.writing import reserve
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.plan import (
@@ -40,7 +39,6 @@ __all__ = ["Part", "Store", "View", "parts_of"]
 # The limit of writes in flight while states are stored one by one.
 IN_FLIGHT_BYTES = 16 << 20
 
-Item = tuple[Any, File, int]
 # A piece, and its part of each state, by name.
 Part = tuple[Piece, Mapping[str, torch.Tensor]]
 # Returns the memory of a piece's state in the window that is in memory.
@@ -121,64 +119,53 @@ class Store:
         nbytes = max((window.nbytes for window in windows), default=0)
         memory = self._memory(nbytes, min(BUFFERS, len(windows)))
         bytes_of = [np.asarray(each.numpy()) for each in memory]
-        requests: list[Request] = []
-        reads: list[Request | None] = []
-        writes: list[Request | None] = [None] * BUFFERS
+        # For each buffer, the last request that uses it.
+        last: list[Request | None] = [None] * BUFFERS
+        written = _written_and(is_active)
 
-        def begin_read(number: int) -> None:
-            turn = number % BUFFERS
-            wanted = _written_and(is_active)
-            items = self._items(windows[number], memory[turn], wanted)
-            before = writes[turn]
-            if not items:
-                reads.append(None)
-                return
-            request = self.handle.submit_read_many(items, after=before)
-            reads.append(request)
-            requests.append(request)
+        with self._stream() as pending:
 
-        with self._ended(requests):
+            def begin_read(number: int) -> None:
+                turn = number % BUFFERS
+                items = self._items(windows[number], memory[turn], written)
+                if items:
+                    last[turn] = pending.read_many(items, after=last[turn])
+
             for number in range(min(BUFFERS - 1, len(windows))):
                 begin_read(number)
             for number, window in enumerate(windows):
                 if number + BUFFERS - 1 < len(windows):
                     begin_read(number + BUFFERS - 1)
                 turn = number % BUFFERS
-                read, before = reads[number], writes[turn]
-                if read is not None:
-                    self._wait(read)
-                    self._check(window, bytes_of[turn], _written_and(is_active))
-                elif before is not None:
-                    self._wait(before)
+                if (request := last[turn]) is not None:
+                    with self._waiting():
+                        pending.wait_for(request)
+                self._check(window, bytes_of[turn], written)
                 update(window, _viewer(window, memory[turn]))
                 self._stamp(window, bytes_of[turn], is_active)
                 items = self._items(window, memory[turn], is_active)
-                writes[turn] = None
-                if items:
-                    request = self.handle.submit_write_many(items)
-                    writes[turn] = request
-                    requests.append(request)
-            for request in requests:
-                self._wait(request)
+                last[turn] = pending.write_many(items) if items else None
+            with self._waiting():
+                pending.finish()
 
-    def _wait(self, request: Request) -> None:
-        """Wait for a request of a step, and add the time to ``waited``."""
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Add the time that a step waits to ``waited``."""
         begin = time.perf_counter()
         try:
-            request.wait()
+            yield
         finally:
             self.waited += time.perf_counter() - begin
 
     @contextlib.contextmanager
-    def _ended(self, requests: Sequence[Request]) -> Iterator[None]:
-        """After an error, cancel all requests and wait for them."""
+    def _stream(self, limit: int | None = None) -> Iterator[Pending]:
+        """Wait for all requests at the end; after an error, cancel them first."""
         try:
-            yield
+            with Pending(self.handle, limit) as pending:
+                yield pending
         except BaseException:
-            # Do not use the ring's memory again: after Ctrl-C there may be a request that
-            # is not in the list, and a second Ctrl-C would end the waiting.
+            # Do not use its memory again, because a second Ctrl-C would end the waiting.
             self._ring = []
-            abandon(requests)
             raise
 
     def _memory(self, nbytes: int, count: int) -> list[torch.Tensor]:
@@ -256,28 +243,35 @@ class Store:
         self, wanted: Sequence[tuple[Sequence[Piece], Sequence[str]]]
     ) -> list[dict[str, torch.Tensor]]:
         """Return states of many parameters, read at the same time."""
-        requests: list[Request] = []
-        with self._ended(requests):
-            begun = []
-            for pieces, names in wanted:
-                found = {name: _empty(pieces, name) for name in names}
-                flats = {name: flat(tensor) for name, tensor in found.items()}
-                begun.append((self._begin_load(pieces, flats, 0, requests), found, pieces))
-            for ended, _, _ in begun:
-                ended()
+        all_found = [
+            {name: _empty(pieces, name) for name in names} for pieces, names in wanted
+        ]
+        self._load_into(
+            (pieces, {name: flat(tensor) for name, tensor in found.items()}, 0)
+            for (pieces, _), found in zip(wanted, all_found, strict=True)
+        )
         return [
             {name: tensor.to(pieces[0].param.device) for name, tensor in found.items()}
-            for _, found, pieces in begun
+            for (pieces, _), found in zip(wanted, all_found, strict=True)
         ]
+
+    def _load_into(
+        self, wanted: Iterable[tuple[Sequence[Piece], Mapping[str, torch.Tensor], int]]
+    ) -> None:
+        """Read states of parameters, each from an element on."""
+        with self._stream() as pending:
+            checks = [self._begin_load(pending, *each) for each in wanted]
+        for check in checks:
+            check()
 
     def _begin_load(
         self,
+        pending: Pending,
         pieces: Sequence[Piece],
         targets: Mapping[str, torch.Tensor],
         first: int,
-        requests: list[Request],
     ) -> Callable[[], object]:
-        """Start reading states from element `first` on; return a function that waits."""
+        """Start reading states from element `first` on; return a function that checks."""
         items: list[Item] = []
         tables: dict[Segment, npt.NDArray[np.int64]] = {}
         read: list[Piece] = []
@@ -295,17 +289,14 @@ class Store:
                 if segment not in tables:
                     tables[segment] = np.empty_like(segment.generations)
                     items.append((tables[segment], segment.file, segment.offset))
-        if not items:
-            return lambda: None
-        request = self.handle.submit_read_many(items)
-        requests.append(request)
+        if items:
+            pending.read_many(items)
 
-        def ended() -> None:
-            request.wait()
+        def check() -> None:
             for segment, table in tables.items():
                 self._compare(segment, table, [p for p in read if p.segment is segment])
 
-        return ended
+        return check
 
     def moved(
         self, old: Sequence[Piece], new: Sequence[Piece], names: Sequence[str]
@@ -322,16 +313,14 @@ class Store:
                 name: torch.empty(count, dtype=dtype, device="cpu")
                 for name, dtype in dtypes.items()
             }
-            requests: list[Request] = []
-            with self._ended(requests):
-                self._begin_load(old, found, piece.begin, requests)()
+            self._load_into([(old, found, piece.begin)])
             yield piece, found
 
     def put(self, parts: Iterable[Part]) -> None:
         """Write states; each part has all states of its piece."""
         touched: dict[Segment, None] = {}
         freed = 0
-        with Pending(IN_FLIGHT_BYTES) as pending:
+        with self._stream(IN_FLIGHT_BYTES) as pending:
             for piece, values in parts:
                 segment = piece.segment
                 items: list[Item] = []
@@ -344,15 +333,13 @@ class Store:
                     continue
                 touched[segment] = None
                 segment.generations[piece.row] += 1
-                request = self.handle.submit_write_many(items)
-                pending.add(request, request.nbytes)
+                pending.write_many(items)
                 if pending.done - freed > IN_FLIGHT_BYTES:
                     freed = pending.done
                     give_back()
             tables = [(each.generations, each.file, each.offset) for each in touched]
             if tables:
-                request = self.handle.submit_write_many(tables)
-                pending.add(request, request.nbytes)
+                pending.write_many(tables)
 
 
 def parts_of(pieces: Sequence[Piece], states: Mapping[str, torch.Tensor]) -> Iterator[Part]:

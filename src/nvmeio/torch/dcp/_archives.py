@@ -2,14 +2,13 @@
 
 import io
 import math
-import pickle
 import zipfile
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 
-from nvmeio._files.archives import begin_of, content_of
+from nvmeio._memory.strides import dense_strides
+from nvmeio._tensors.torch_files import Stored, content_of, entries_of, unpickled
 
 __all__ = [
     "HEAD_BYTES",
@@ -73,97 +72,24 @@ class Ends(io.RawIOBase):
         return count
 
 
-# The names of storages in files, which imply the dtype.
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-
-
-class _Said(NamedTuple):
-    dtype: torch.dtype
-    begin: int  # in elements of the storage
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    key: str
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads the description of a single tensor by torch.save, and refuses anything else."""
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return the kind and the key of a storage."""
-        _, kind, key, *_ = pid
-        return kind, str(key)
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a stand-in for an allowed function or class."""
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
-            if name in _STORAGES:
-                return _STORAGES[name]
-        if module == "torch.storage" and name == "UntypedStorage":
-            return None
-        if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return lambda storage, *said: self._said(
-                storage[0], storage[1], *said[:3], *said[5:]
-            )
-        if module == "torch._utils" and name == "_rebuild_tensor_v3":
-            return lambda storage, *said: self._said(
-                said[5], storage[1], *said[:3], *said[6:]
-            )
-        if module == "torch._utils" and name == "_rebuild_parameter":
-            return lambda data, *said: data
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-    @staticmethod
-    def _said(
-        dtype: Any, key: str, begin: int, shape: Any, strides: Any, lazily: Any = None
-    ) -> _Said:
-        if lazily:
-            raise pickle.UnpicklingError(f"it is a lazy view: {lazily}")
-        return _Said(dtype, begin, tuple(shape), tuple(strides), key)
-
-
 def stored_in(ends: Ends) -> Located | None:
     """Find the bytes of a tensor in a torch.save archive; return None if that fails."""
     try:
-        with zipfile.ZipFile(ends) as archive:
-            entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
-        said = _TensorUnpickler(io.BytesIO(content_of(ends, entries["data.pkl"]))).load()
-        if "byteorder" in entries and content_of(ends, entries["byteorder"]) != b"little":
+        entries = entries_of(ends)
+        order = entries.get("byteorder")
+        if order is not None and content_of(ends, order) != b"little":
             return None
-        entry = entries[f"data/{said.key}"]
-        begin = begin_of(ends, entry)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError):
+        tensor = unpickled(content_of(ends, entries["data.pkl"]))
+        if not isinstance(tensor, Stored) or tensor.is_lazy:
+            return None
+        begin, entry = tensor.place(ends, entries), entries[f"data/{tensor.key}"]
+    # What the file has may raise anything.
+    except Exception:
         return None
-    except (EOFError, IndexError, pickle.UnpicklingError, zipfile.BadZipFile):
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype) or entry.compress_type != zipfile.ZIP_STORED:
         return None
-    known = isinstance(said, _Said) and isinstance(said.dtype, torch.dtype)
-    if not known or entry.compress_type != zipfile.ZIP_STORED:
+    end = (tensor.begin + math.prod(tensor.shape)) * dtype.itemsize
+    if end > entry.file_size or tensor.strides != dense_strides(tensor.shape):
         return None
-    size = said.dtype.itemsize
-    nbytes = math.prod(said.shape) * size
-    contiguous, expected = [], 1
-    for extent in reversed(said.shape):
-        contiguous.append(expected)
-        expected *= max(extent, 1)
-    if said.strides != tuple(reversed(contiguous)):
-        return None
-    if min(said.begin, *said.shape, 0) < 0 or said.begin * size + nbytes > entry.file_size:
-        return None
-    return Located(begin + said.begin * size, said.dtype, said.shape)
+    return Located(begin, dtype, tensor.shape)

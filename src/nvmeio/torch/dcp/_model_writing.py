@@ -29,20 +29,20 @@ from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._publish.files import replace_file
+from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.writing import Source, save
-from nvmeio._streams.writing import Bytes
+from nvmeio._streams.memory import Bytes
 from nvmeio._tensors.dtypes import header_dtype, header_shape
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
-from nvmeio.torch.dcp._writing import remove_unneeded
+from nvmeio.torch.dcp._writing import log_left, remove_unneeded
 
 __all__ = ["HuggingFaceStorageWriter"]
 
-# The temporary and the final names of a save's files.
-_UNNAMED = re.compile(r".+\.safetensors\.[0-9a-f]{8}\.part")
+# The final names of a save's files.
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
 
@@ -101,7 +101,6 @@ thread_count_consolidation
         """Write this rank's files, and return when they are on the device."""
         # A planner that caches plans returns them without storage_data.
         told = plan.storage_data or {}
-        token = secrets.token_hex(4)
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
@@ -109,7 +108,7 @@ thread_count_consolidation
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
         for index, items in buckets.items():
             name = _hf_utils._gen_file_name(index, highest, told.get("shard_index", own))
-            part = _part(name, token)
+            part = temporary_name(name)
             sources = [_source(planner, item) for item in items]
             said = _said(items, told.get("save", ""))
             path = os.path.join(self.path, part)
@@ -160,12 +159,16 @@ thread_count_consolidation
 
     def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
         """Remove files of previous and unfinished saves, but no other files."""
-        left = {each for each in os.listdir(folder) if each.startswith(prefix)} - names
-        old = {name for name in left if _UNNAMED.fullmatch(name)}
-        for name in left:
-            if _NAMED.fullmatch(name) and _is_of_a_save(os.path.join(folder, name)):
-                old.add(name)
+
+        def is_of_writer(name: str) -> bool:
+            return name.startswith(prefix) and _NAMED.fullmatch(name) is not None
+
+        left = set(filter(is_of_writer, os.listdir(folder))) - names
+        old = [name for name in left if _is_of_a_save(os.path.join(folder, name))]
         remove_unneeded(folder, old)
+        _, error = remove_left(folder, lambda found: is_of_writer(found["name"]))
+        if error is not None:
+            log_left(error)
 
     def _write_index(
         self, folder: str, results: Iterable[WriteResult], metadata: Metadata
@@ -191,6 +194,7 @@ thread_count_consolidation
             parts.setdefault(each.index.fqn, []).append(each)
         named: dict[str, list[Source]] = {}
         token = secrets.token_hex(4)
+        parts_of: dict[str, str] = {}
         with ExitStack() as stack:
             files: dict[str, ModelFile] = {}
             for name in {each.storage_data.relative_path for each in results}:
@@ -203,11 +207,12 @@ thread_count_consolidation
                 name = _hf_utils._gen_file_name(mapping[fqn], highest)
                 named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
             for name, sources in named.items():
-                path = os.path.join(target, _part(name, token))
+                parts_of[name] = temporary_name(name)
+                path = os.path.join(target, parts_of[name])
                 # transformers requires the key "format".
                 told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
                 save(sources, path, told, sync=self.sync_files)
-        self._give_names(target, [_part(name, token) for name in named])
+        self._give_names(target, parts_of.values())
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
             for name, sources in named.items()
@@ -217,12 +222,8 @@ thread_count_consolidation
         self._remove_old(target, set(named))
 
 
-def _part(name: str, token: str) -> str:
-    return f"{name}.{token}.part"
-
-
 def _whole(part: str) -> str:
-    return part.removesuffix(".part").rpartition(".")[0]
+    return final_name(part) or part
 
 
 def _is_of_a_save(path: str) -> bool:

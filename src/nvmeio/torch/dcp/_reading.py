@@ -23,6 +23,7 @@ from nvmeio._native.file import File
 from nvmeio._streams.pending import Pending
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
+from nvmeio.torch._bits import is_memory
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
     LARGE_BYTES,
@@ -115,7 +116,7 @@ class Parts:
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
         self._whole: list[tuple[torch.Tensor, File, int]] = []
-        self._pending = Pending()
+        self._pending = Pending(default_handle())
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._beside = 0
 
@@ -123,13 +124,7 @@ class Parts:
         """Add a part; reading starts in ``finish``, or now if the part has several runs."""
         target = target_of(self._planner, item)
         read = target
-        plain = target.layout == torch.strided and not (target.is_conj() or target.is_neg())
-        if not (
-            plain
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and target.dtype == stored.dtype
-        ):
+        if not (is_memory(target) and target.dtype == stored.dtype):
             nbytes = math.prod(item.lengths) * stored.dtype.itemsize
             if self._beside + nbytes > BESIDE_BYTES_MAX:
                 self.finish()
@@ -148,17 +143,13 @@ class Parts:
         if runs.run_bytes and len(offsets) == 1:
             self._whole.append((read, file, int(offsets[0])))
         elif runs.run_bytes and len(offsets):
-            request = default_handle().submit_gather(
-                file, offsets, runs.run_bytes, read, max_gap=0
-            )
-            self._pending.add(request, request.nbytes)
+            self._pending.gather(file, offsets, runs.run_bytes, read, max_gap=0)
         self._targets.append((item, target, read))
 
     def finish(self) -> None:
         """Read the rest, wait for all, and pass the parts to the planner."""
         if self._whole:
-            request = default_handle().submit_read_many(self._whole)
-            self._pending.add(request, request.nbytes)
+            self._pending.read_many(self._whole)
         self._pending.finish()
         for item, target, read in self._targets:
             if read is not target:

@@ -32,11 +32,11 @@ from nvmeio._native.file import open_for_writing
 from nvmeio._publish.files import replace_file
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
-from nvmeio.torch._saving import saving_with
+from nvmeio.torch._saving import errors_of, saving_with
 from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE
 from nvmeio.torch.dcp._metadata import shards_of
 
-__all__ = ["FileSystemWriter", "remove_unneeded"]
+__all__ = ["FileSystemWriter", "log_left", "remove_unneeded"]
 
 P = ParamSpec("P")
 
@@ -150,8 +150,10 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             room = sum(_nbytes_of(item) + 2 * PAGE for item in items)
             if room:
                 reserve(file, room, path)
-            with Stages(default_handle(), file) as stages:
-                stream = _Sink(stages)
+            with (
+                Stages(default_handle(), file) as stages,
+                errors_of(_Sink(stages)) as stream,
+            ):
                 for item in items:
                     data = planner.resolve_data(item)
                     begin, descriptors = self._write_item(stream, item, data)
@@ -165,9 +167,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 default_handle().fsync(file)
         return results
 
-    def _write_item(
-        self, stream: "_Sink", item: WriteItem, data: Any
-    ) -> tuple[int, list[str]]:
+    def _write_item(self, stream: Any, item: WriteItem, data: Any) -> tuple[int, list[str]]:
         """Write an item as torch does; return its offset, and its transforms."""
         tensor = None
         if item.type != WriteItemType.BYTE_IO:
@@ -181,21 +181,15 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         output, descriptors = stream, []
         if self.transforms.extensions:
             output, descriptors = self.transforms.transform_save_stream(item, stream)
-        try:
-            if tensor is None:
-                output.write(data.getbuffer())
-            else:
-                # Without CRC-32 sums, because no reader checks those in a shard.
-                alignment = PAGE if large else 64
-                with saving_with(storage_alignment=alignment, compute_crc32=False):
-                    torch.save(tensor, output)
-            if output is not stream:
-                output.close()
-        except Exception:
-            if stream.error is not None:
-                # Torch has replaced it by another error.
-                raise stream.error from None
-            raise
+        if tensor is None:
+            output.write(data.getbuffer())
+        else:
+            # Without CRC-32 sums, because no reader checks those in a shard.
+            alignment = PAGE if large else 64
+            with saving_with(storage_alignment=alignment, compute_crc32=False):
+                torch.save(tensor, output)
+        if output is not stream:
+            output.close()
         return begin, descriptors
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -247,7 +241,6 @@ class _Sink(io.RawIOBase):
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
-        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -257,11 +250,7 @@ class _Sink(io.RawIOBase):
 
     def write(self, buffer: Any) -> int:
         view = np.frombuffer(buffer, np.uint8)
-        try:
-            self.stages.put(view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        self.stages.put(view)
         return len(view)
 
 
@@ -273,4 +262,9 @@ def remove_unneeded(folder: str, names: Iterable[str]) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("an obsolete file was not removed: %s", error)
+            log_left(error)
+
+
+def log_left(error: OSError) -> None:
+    """Log that a file could not be removed."""
+    _log.warning("an obsolete file was not removed: %s", error)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nvmeio._arguments.types import HasFileno
-from nvmeio._memory.available import require_available
+from nvmeio._native.pool import require_available
 
 __all__ = ["Map", "apart", "is_mapped", "maps_of", "require_copy"]
 
