@@ -67,9 +67,10 @@ def with_idle_memory(path, folder, idle_bytes, more_bytes):
     report(outcomes)
 
 
-def load_within(path, address_bytes):
-    """Load a file in a process with too little memory."""
+def load_within(path, address_bytes, idle_bytes=0):
+    """Load a file in a process with little memory, some of it free memory of the pool."""
     nvmeio.default_handle()
+    nvmeio.empty(idle_bytes, np.uint8)
     limit_addresses(address_bytes)
     report([outcome_of(ours.load_file, path, direct=True), nvmeio.default_handle().stats()])
 
