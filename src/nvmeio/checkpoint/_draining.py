@@ -212,6 +212,7 @@ class Drain:
             self._finish()
         except BaseException as error:
             self._fail(error)
+        self.place.close()
         self._report()
 
     def _prepare(self) -> None:
@@ -221,6 +222,8 @@ class Drain:
                 return
             for folder in self.folders:
                 self._try(folder, functools.partial(self.place.make, folder))
+                if not folder:
+                    self.place.hold()
                 self._try(folder, functools.partial(self._clean, folder))
             self._made = True
 
@@ -306,10 +309,11 @@ class Drain:
         if isinstance(error, OSError):
             number = error.errno or errno.EIO
             words = f"{error.strerror or error} (while it is copied)"
-            near = self.place.folder("")
-            if number == errno.ENOSPC and near is not None and name in self.sizes:
-                space = os.statvfs(near)
-                free = space.f_bavail * space.f_frsize
+            if (
+                number == errno.ENOSPC
+                and name in self.sizes
+                and (free := self.place.free_bytes()) is not None
+            ):
                 words += f": {needed_and_free(self.sizes[name], free)}"
             return OSError(number, words, where)
         return OSError(errno.EIO, f"{type(error).__name__}: {error}", where)
