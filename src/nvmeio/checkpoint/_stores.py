@@ -58,6 +58,9 @@ class Store:
         self.where = files.root
         # The folders of attempts that were found damaged.
         self._damaged: set[str] = set()
+        # The folders of attempts that this may replace: those that were there when it first
+        # wrote, and its own.
+        self._known: set[str] | None = None
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder of ours, newest first."""
@@ -166,10 +169,17 @@ class Store:
                 yield held
 
     def take(self) -> None:
-        """Do nothing: there are no locks."""
+        """Remember what is there: what another writer adds later is an error."""
+        if self._known is None:
+            every = [each for step in self.steps() for each in self._attempts(step)]
+            self._known = {each.folder for each in every}
 
     def release(self) -> None:
         """Do nothing: there are no locks."""
+
+    def _conflict(self, step: int) -> FileExistsError:
+        words = "another writer has copied or removed this step meanwhile"
+        return FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
 
     def copy(self, step: int, copy: Copy) -> int:
         """Copy a step into a folder of its own, then remove those that it replaces.
@@ -177,23 +187,21 @@ class Store:
         Raises FileExistsError if another writer has copied the same step meanwhile.
         """
         before = self._attempts(step)
+        known = self._known or set()
+        if any(each.number and each.folder not in known for each in before):
+            raise self._conflict(step)
         number = 1 + max((each.number for each in before if each.complete), default=0)
         unique = temporary_name(str(number))[1:].removesuffix(".nvmeio-tmp")
         folder = f"step-{step}/{unique}"
+        known.add(folder)
         nbytes = copy(self._files.below(folder))
         after = self._attempts(step)
         mine = [each for each in after if each.folder == folder]
-        others = [
-            each
-            for each in after
-            if each.complete and each.number >= number and each.folder != folder
-        ]
-        if others or not mine or mine[0].sizes.keys() != set(FILES):
+        others = [each for each in after if each.complete and each.number >= number]
+        if others != mine or not mine or mine[0].sizes.keys() != set(FILES):
             for each in mine:
                 self._remove(each)
-            words = "another process has copied or removed this step meanwhile"
-            where = f"{self.where}/step-{step}"
-            raise FileExistsError(errno.EEXIST, words, where)
+            raise self._conflict(step)
         for each in after:
             found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
             dead = found is not None and is_dead(found)
