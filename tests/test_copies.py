@@ -10,7 +10,7 @@ import pytest
 
 from children import Child
 from nvmeio._publish.folders import Unfinished
-from nvmeio.checkpoint import Checkpointer, CheckpointError, _places, drain
+from nvmeio.checkpoint import Checkpointer, CheckpointError, drain
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
 
@@ -320,26 +320,31 @@ def test_one_process_writes_to_a_folder_of_copies(tmp_path):
     assert value(Checkpointer(far).restore()) == 1
 
 
-def test_one_drain_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    held, go_on = threading.Event(), threading.Event()
-    writing = _places.Folder.writing
+def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", far, 1)
+    before = contents(far)
 
-    def hold(place, name):
-        held.set()
-        go_on.wait()
-        return writing(place, name)
+    def fail(name, path):
+        if name == "open" and path.endswith("manifest.json") and "/step-2/" in path:
+            raise PermissionError(13, "no key", path)
 
-    monkeypatch.setattr(_places.Folder, "writing", hold)
-    first = drain(tmp_path / "a", tmp_path / "far")
-    held.wait()
-    with pytest.raises(BlockingIOError, match="another drain writes here"):
-        drain(tmp_path / "b", tmp_path / "far").result()
-    go_on.set()
-    first.result()
-    assert (tmp_path / "far" / "file").read_text() == "a"
+    shelf.watch = fail
+    with pytest.raises(PermissionError):
+        save(tmp_path / "near", far, 2)
+    assert contents(far) == before
+
+
+def test_a_copy_that_drain_made_at_a_url_is_read_and_replaced(tmp_path):
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", tmp_path / "far", 1)
+    drain(tmp_path / "near/step-1", f"{far}/step-1", last=("manifest.json",)).result()
+    new = Checkpointer(tmp_path / "new", drain_to=far)
+    assert new.steps() == [1]
+    assert value(new.restore()) == 1
+    save(tmp_path / "near", far, 1)
+    assert len(contents(far)) == len(FILES)
+    assert value(new.restore()) == 1
 
 
 def calls_of_a_copy(tmp_path, shelf):

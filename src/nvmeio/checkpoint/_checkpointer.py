@@ -68,7 +68,8 @@ class Checkpointer:
         it, return None without saving, or raise RuntimeError.
     drain_to : str, bytes or os.PathLike, optional
         A folder on another file system, or a URL for fsspec.  Each saved step is copied
-        there in the background; `keep` and `keep_every` apply there too.  Steps that are
+        there in the background; `keep` and `keep_every` apply there too, and only one
+        Checkpointer may copy to it.  Steps that are
         missing in `root`, or damaged as far as `verify` checks, are read from the copy.
 
     Raises
@@ -206,6 +207,8 @@ class Checkpointer:
             was written.
         BlockingIOError
             Another process writes to this root; the message names it.
+        FileExistsError
+            Something else has the name of the step; the message says what.  It stays.
         OSError
             Writing failed; has errno and path.  The message for ENOSPC says how many bytes
             are needed and free.
@@ -446,7 +449,8 @@ class Checkpointer:
         Raises
         ------
         FileNotFoundError
-            The step does not exist, or there is no step.
+            The step does not exist, or there is no step.  Without `step`, this means that
+            `root` and `drain_to` were listed.
         CheckpointError
             The step is damaged, or every step is; the message names the file.  Or the
             newest step is of a format of another version of nvmeio, or has no checksums for
@@ -466,7 +470,8 @@ class Checkpointer:
         -----
         RuntimeWarning
             Without `step`: for each newer step that is damaged, with the damage.
-            With `drain_to`: if a step is damaged in `root` and read from its copy.
+            With `drain_to`: if a step is damaged in `root` and read from its copy, or if
+            the copies cannot be listed.
 
         Notes
         -----
@@ -532,7 +537,8 @@ class Checkpointer:
         Raises
         ------
         OSError
-            The root cannot be read.
+            The root cannot be read; or there is no step in it, and `drain_to` cannot be
+            listed.
         """
         return next(self._steps.listed(), None)
 
@@ -547,7 +553,8 @@ class Checkpointer:
         Raises
         ------
         OSError
-            The root cannot be read.
+            The root cannot be read; or there is no step in it, and `drain_to` cannot be
+            listed.
 
         Examples
         --------
@@ -617,7 +624,10 @@ class Checkpointer:
         FileNotFoundError
             The step does not exist.
         BlockingIOError
-            The step is being read, or another process writes to this root.
+            The step or its copy is being read, or another process writes there.  Nothing
+            was removed.
+        FileExistsError
+            What has the name of the step is not a step of a Checkpointer.
         OSError
             Removing failed; has errno and path.
 

@@ -36,6 +36,8 @@ class Copies:
         self._waiting: tuple[int, str, Future[int]] | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        # The step that is being copied, and the drain of its files once it has begun.
+        self._current: int | None = None
         self._drain: tuple[int, Future[int]] | None = None
         # The copy that was requested last; its result is its size in bytes.
         self.latest: Future[int] | None = None
@@ -70,6 +72,7 @@ class Copies:
         while True:
             with self._mutex:
                 work, self._waiting = self._waiting, None
+                self._current = None if work is None else work[0]
                 if work is None:
                     self._thread = None
                     return
@@ -125,9 +128,11 @@ class Copies:
     def cancel(self, step: int) -> bool:
         """Stop copying a step, and return whether it was waiting or being copied."""
         with self._mutex:
-            waiting, drain = self._waiting, self._drain
+            waiting, drain, current = self._waiting, self._drain, self._current
         stopped = waiting is not None and waiting[0] == step and waiting[2].cancel()
-        if drain is not None and drain[0] == step and not drain[1].done():
-            stopped = drain[1].cancel() or stopped
+        if current == step:
+            if drain is not None and drain[0] == step:
+                stopped = drain[1].cancel() or stopped
+            # It may have its name in a moment.
             self.wait()
         return stopped

@@ -101,7 +101,9 @@ def drain(
     Notes
     -----
     Up to four files are copied at once.  Each is synced, read back and compared by
-    checksum, and only then gets its name (in object stores it has its name at once).
+    checksum, and only then gets its name (at a URL it has its name at once).  Nothing is
+    locked, so that several ranks can drain to one folder: no two drains may write the same
+    files.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
@@ -212,7 +214,6 @@ class Drain:
             self._finish()
         except BaseException as error:
             self._fail(error)
-        self.place.close()
         self._report()
 
     def _prepare(self) -> None:
@@ -222,8 +223,6 @@ class Drain:
                 return
             for folder in self.folders:
                 self._try(folder, functools.partial(self.place.make, folder))
-                if not folder:
-                    self.place.hold()
                 self._try(folder, functools.partial(self._clean, folder))
             self._made = True
 

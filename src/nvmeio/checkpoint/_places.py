@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import importlib
 import os
@@ -14,9 +13,7 @@ import numpy as np
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, Descriptor
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.locks import in_child_close
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
@@ -57,12 +54,6 @@ class Place(Protocol):
     @property
     def root(self) -> str:
         """The folder's path or URL, for messages."""
-
-    def hold(self) -> None:
-        """Keep other drains away until ``close``, where the storage has locks."""
-
-    def close(self) -> None:
-        """Let other drains write here."""
 
     def free_bytes(self) -> int | None:
         """Return how many bytes are free; None if that is unknown."""
@@ -124,30 +115,11 @@ def pieces_of(file: File, size: int) -> Iterator[Bytes]:
 class Folder:
     """A folder of a mounted file system.
 
-    With `shown`, it is the unfinished folder of that path: messages name the path, and the
-    folder is locked already.
+    With `shown`, it is the unfinished folder of that path, which messages name.
     """
 
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
-        self._locks, self._lock = shown is None, Descriptor()
-
-    def hold(self) -> None:
-        if not self._locks:
-            return
-        self._lock.open(self._path, FOLDER)
-        in_child_close(self)
-        try:
-            fcntl.flock(self._lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            words = "another drain writes here"
-            raise BlockingIOError(errno.EAGAIN, words, self.root) from None
-        except OSError:
-            # Folders of this file system cannot be locked.
-            pass
-
-    def close(self) -> None:
-        self._lock.close()
 
     def free_bytes(self) -> int:
         space = os.statvfs(self._path)
@@ -259,12 +231,6 @@ class Remote:
         """Return a folder below this one."""
         where = f"{self.root.rstrip('/')}/{name}"
         return Remote(lambda: (self.system, self.path(name)), where)
-
-    def hold(self) -> None:
-        """Do nothing: there are no locks."""
-
-    def close(self) -> None:
-        """Do nothing: there are no locks."""
 
     def free_bytes(self) -> None:
         return None

@@ -21,7 +21,7 @@ from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import is_dead, remove_left, temporary_name
-from nvmeio.checkpoint._errors import CheckpointError, GoneError, is_lost
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
 from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, read_manifest
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
@@ -132,6 +132,9 @@ class Store:
             try:
                 with self._fetched(step, attempt, files) as held:
                     return read(held)
+            except MovedError:
+                # Another program has removed the temporary folder.
+                continue
             except (CheckpointError, OSError) as error:
                 if attempt not in self._attempts(step):
                     continue
@@ -187,14 +190,23 @@ class Store:
         Raises FileExistsError if another writer has copied the same step meanwhile.
         """
         before = self._attempts(step)
-        known = self._known or set()
+        known = self._known
+        assert known is not None, "take() comes first"
         if any(each.number and each.folder not in known for each in before):
             raise self._conflict(step)
         number = 1 + max((each.number for each in before if each.complete), default=0)
         unique = temporary_name(str(number))[1:].removesuffix(".nvmeio-tmp")
         folder = f"step-{step}/{unique}"
         known.add(folder)
-        nbytes = copy(self._files.below(folder))
+        try:
+            nbytes = copy(self._files.below(folder))
+        except BaseException:
+            # The error of the copy matters; what cannot be removed stays unfinished.
+            with contextlib.suppress(Exception):
+                for each in self._attempts(step):
+                    if each.folder == folder:
+                        self._remove(each)
+            raise
         after = self._attempts(step)
         mine = [each for each in after if each.folder == folder]
         others = [each for each in after if each.complete and each.number >= number]
