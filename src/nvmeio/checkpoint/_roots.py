@@ -20,13 +20,22 @@ from nvmeio.checkpoint._manifest import FILES, TREE
 from nvmeio.checkpoint._places import Folder, Place
 from nvmeio.checkpoint._restoring import Held
 
-__all__ = ["TRIES", "Copy", "Root", "StepFolder", "StepPlace", "prune", "require_ours"]
+__all__ = [
+    "OURS",
+    "TRIES",
+    "Copy",
+    "Root",
+    "StepFolder",
+    "StepPlace",
+    "prune",
+    "require_ours",
+]
 
 # How often to read a step that is replaced meanwhile.  The limit is for file systems whose
 # inode numbers change, where each step always seems to be replaced.
 TRIES = 100
 # How a manifest.json and a tree.json of any version begin.
-_OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
+OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
 
 # Copies the files of a step to a place, the manifest last; returns their size in bytes.
 Copy = Callable[[Place], int]
@@ -119,7 +128,7 @@ def not_ours(folder: str) -> str | None:
 def _is_ours(path: str) -> bool:
     try:
         with open(path, "rb", opener=_regular) as file:
-            return _OURS.match(file.read(200)) is not None
+            return OURS.match(file.read(200)) is not None
     except OSError:
         return False
 

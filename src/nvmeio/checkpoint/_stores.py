@@ -22,10 +22,10 @@ from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import is_dead, remove_left, temporary_name
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
-from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, read_manifest
+from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, TREE, read_manifest
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import TRIES, Copy
+from nvmeio.checkpoint._roots import OURS, TRIES, Copy
 from nvmeio.default import default_handle
 
 __all__ = ["Store"]
@@ -83,8 +83,19 @@ class Store:
             _Attempt(numbers[folder], folder, ours)
             for folder, sizes in folders.items()
             if (ours := {n: s for n, s in sizes.items() if n in FILES and s is not None})
+            and (numbers[folder] or self._is_ours(folder, ours))
         ]
         return sorted(attempts, key=lambda a: (a.complete, a[:2]), reverse=True)
+
+    def _is_ours(self, folder: str, names: Collection[str]) -> bool:
+        """Return whether a manifest.json or a tree.json is one of ours."""
+        for name in {MANIFEST, TREE} & {*names}:
+            with contextlib.suppress(FileNotFoundError):
+                for piece in self._files.read(f"{folder}/{name}"):
+                    if OURS.match(piece.data[:200]):
+                        return True
+                    break
+        return False
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step has all files in their sizes, and is not damaged."""
