@@ -33,8 +33,8 @@ from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
     _restoring,
+    _roots,
     _saving,
-    _steps,
 )
 from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
@@ -784,15 +784,15 @@ class TestSequence:
                 ("latest", "steps", "restore", "metadata"), start=2
             ):
                 reader = Checkpointer(root)
-                listed = reader._steps.newest_first
+                listed = reader._steps.root.steps
 
                 def list_late(listed=listed, reader=reader, step=step):
                     found = listed()
-                    reader._steps.newest_first = listed
+                    reader._steps.root.steps = listed
                     writer.save(step, step, {"step": step})
                     return found
 
-                reader._steps.newest_first = list_late
+                reader._steps.root.steps = list_late
                 expected = {"steps": [step], "metadata": {"step": step}}.get(look, step)
                 assert getattr(reader, look)() == expected
 
@@ -814,7 +814,7 @@ class TestSequence:
             checkpointer.save(1, 1)
             broken = OSError(errno.EIO, "broken")
             monkeypatch.setattr(
-                _steps, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
+                _roots, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
             )
             checkpointer.save(2, 2)
             assert "older checkpoints were not removed: [Errno 5] broken" in caplog.text
@@ -1001,7 +1001,7 @@ class TestLocks:
     def test_a_step_that_is_being_removed_is_not_read(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
-            set_aside, held = _steps.set_aside, []
+            set_aside, held = _roots.set_aside, []
 
             def set_aside_late(folder):
                 path = os.path.join(folder, "manifest.json")
@@ -1010,7 +1010,7 @@ class TestLocks:
                 held.append(folder)
                 set_aside(folder)
 
-            monkeypatch.setattr(_steps, "set_aside", set_aside_late)
+            monkeypatch.setattr(_roots, "set_aside", set_aside_late)
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 

@@ -136,3 +136,18 @@ def drain_and_die(source, target):
 
     _places._FolderWriter.write = write
     drain(source, target).result()
+
+
+def restore_far_and_die(root):
+    """Restore a copy from a store, and be killed while it is fetched."""
+    with Checkpointer(os.path.join(root, "near"), drain_to="memory://bucket/run") as saver:
+        saver.save(1, {"w": np.arange(5000)})
+    read = _places.Remote.read
+
+    def die(place, name):
+        if name.endswith("tensors.safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(place, name)
+
+    _places.Remote.read = die
+    Checkpointer(os.path.join(root, "new"), drain_to="memory://bucket/run").restore()

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not os.path.isdir(options.root):
         raise CommandError(f"{options.root}: there is no such folder")
     checkpointer = Checkpointer(options.root)
-    steps = checkpointer._steps.newest_first()
+    steps = checkpointer._steps.root.steps()
     if not steps and (one := step_of(options.root)):
         parent = shlex.quote(os.path.relpath(one[0]))
         raise CommandError(

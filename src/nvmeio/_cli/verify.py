@@ -60,7 +60,7 @@ def _steps(folder: str) -> Iterator[tuple[Checkpointer, int, str]]:
         checkpointer = Checkpointer(root)
     else:
         root, checkpointer = folder, Checkpointer(folder)
-        steps = checkpointer._steps.newest_first()[::-1]
+        steps = checkpointer._steps.root.steps()[::-1]
     if not steps:
         words = f"{folder}: there are no checkpoints of nvmeio.checkpoint; "
         words += what_is_in(folder)

@@ -1,7 +1,6 @@
 """``Checkpointer``: save and restore the state of a training run."""
 
 import contextlib
-import errno
 import logging
 import os
 import pathlib
@@ -15,21 +14,16 @@ from typing import Any, Literal
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
-from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST
-from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
-from nvmeio._publish.folders import Unfinished, remove_unfinished, set_aside
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
-from nvmeio.checkpoint._errors import (
-    GoneError,
-)
+from nvmeio.checkpoint._errors import GoneError
 from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._futures import SaveFuture
-from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._roots import Root, StepFolder, StepPlace, prune, require_ours
 from nvmeio.checkpoint._saving import Plan, Staging
 from nvmeio.checkpoint._steps import STEP_MAX, Steps, step_of
 
@@ -74,7 +68,8 @@ class Checkpointer:
         it, return None without saving, or raise RuntimeError.
     drain_to : str, bytes or os.PathLike, optional
         A folder on another file system, or a URL for fsspec.  Each saved step is copied
-        there in the background; `keep` and `keep_every` apply there too.  Steps that are
+        there in the background; `keep` and `keep_every` apply there too, and only one
+        Checkpointer may copy to it.  Steps that are
         missing in `root`, or damaged as far as `verify` checks, are read from the copy.
 
     Raises
@@ -151,11 +146,8 @@ class Checkpointer:
                     f"drain_to is {self.drain_to!r}, the root itself; choose another folder"
                 )
         self.restored: int | None = None
-        self._writer = WriterLock(
-            str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
-        )
         self._closed = False
-        self._steps = Steps(self.root, self.drain_to)
+        self._steps = Steps(Root(str(self.root)))
         self._begin_anew()
         _all.add(self)
 
@@ -166,13 +158,10 @@ class Checkpointer:
         self._staging = Staging()
         self._last: SaveFuture | None = None
         self._begun = False
-        self._steps.copies = None
+        self._copies: Copies | None = None
         if self.drain_to is not None:
-            self._steps.copies = Copies(self.drain_to, str(self.root), self._kept)
-
-    @property
-    def _copies(self) -> Copies | None:
-        return self._steps.copies
+            self._copies = Copies(self.drain_to, str(self.root), self._kept)
+            self._steps.copies = self._copies.place
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -218,6 +207,8 @@ class Checkpointer:
             was written.
         BlockingIOError
             Another process writes to this root; the message names it.
+        FileExistsError
+            Something else has the name of the step; the message says what.  It stays.
         OSError
             Writing failed; has errno and path.  The message for ENOSPC says how many bytes
             are needed and free.
@@ -341,17 +332,13 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         """Create and lock the root, and remove unfinished folders of dead processes."""
-        make_folders(str(self.root))
-        # Of this process only what an interrupted save has left, because none is going on.
-        remove_unfinished(str(self.root), "step-", own=not self._writer.take())
-        # Listed only once, because remote storage may be slow.
-        copied = [] if self._begun else self._steps.copied()
-        self._begun = True
+        require_ours(self._steps.root.folder(step))
+        self._steps.root.take()
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved but not copied to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=3)
-        newest = next(self._steps.complete(copied), None)
-        if newest is not None and newest > step:
+        newest = max(next(self._steps.complete(), -1), self._newest_copy())
+        if newest > step:
             warnings.warn(
                 f"step {step} is saved, but step {newest} exists: restore() reads the "
                 f"newer step, and {step} is pruned first; call remove({newest}) if it is "
@@ -359,6 +346,25 @@ class Checkpointer:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _newest_copy(self) -> int:
+        """Return the newest complete copy at the first call, -1 if that is unknown.
+
+        Later it is not asked for again, because remote storage may be slow.
+        """
+        begun, self._begun = self._begun, True
+        if self._copies is None or begun:
+            return -1
+        copied, _ = self._steps.copied(level=5)
+        # A store that fails now does not keep the step from being saved.
+        with contextlib.suppress(Exception):
+            return next(filter(self._copies.place.is_complete, copied), -1)
+        return -1
+
+    def _places(self) -> list[StepPlace]:
+        """Return what has steps: the copies first."""
+        copies = [] if self._copies is None else [self._copies.place]
+        return [*copies, self._steps.root]
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
         """Save, and set the result or error of the future."""
@@ -381,7 +387,7 @@ class Checkpointer:
             future.set_exception(failed)
 
     def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
-        target = self._steps.folder(plan.step)
+        target = self._steps.root.folder(plan.step)
 
         def copied() -> None:
             if future is not None and not future.staged.done():
@@ -390,7 +396,7 @@ class Checkpointer:
         def stopped() -> bool:
             return future is not None and future.cancelled()
 
-        with Unfinished(target, replace=True) as folder:
+        with StepFolder(target) as folder:
             plan.write(folder, stopped, copied)
             # From here on, cancel() returns False.
             if future is not None and not future._begun():
@@ -443,7 +449,8 @@ class Checkpointer:
         Raises
         ------
         FileNotFoundError
-            The step does not exist, or there is no step.
+            The step does not exist, or there is no step.  Without `step`, this means that
+            `root` and `drain_to` were listed.
         CheckpointError
             The step is damaged, or every step is; the message names the file.  Or the
             newest step is of a format of another version of nvmeio, or has no checksums for
@@ -463,7 +470,8 @@ class Checkpointer:
         -----
         RuntimeWarning
             Without `step`: for each newer step that is damaged, with the damage.
-            With `drain_to`: if a step is damaged in `root` and read from its copy.
+            With `drain_to`: if a step is damaged in `root` and read from its copy, or if
+            the copies cannot be listed.
 
         Notes
         -----
@@ -529,9 +537,10 @@ class Checkpointer:
         Raises
         ------
         OSError
-            The root cannot be read.
+            The root cannot be read; or there is no step in it, and `drain_to` cannot be
+            listed.
         """
-        return next(self._steps.complete(self._steps.copied()), None)
+        return next(self._steps.listed(), None)
 
     def steps(self) -> list[int]:
         """Return the complete steps, oldest first.
@@ -544,7 +553,8 @@ class Checkpointer:
         Raises
         ------
         OSError
-            The root cannot be read.
+            The root cannot be read; or there is no step in it, and `drain_to` cannot be
+            listed.
 
         Examples
         --------
@@ -553,7 +563,7 @@ class Checkpointer:
         ...     checkpointer.steps()
         [2, 3]
         """
-        return sorted({*self._steps.complete(self._steps.copied())})
+        return sorted({*self._steps.listed()})
 
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
         """Read all bytes of a step, and compare them with their checksums.
@@ -596,10 +606,10 @@ class Checkpointer:
         check_progress(progress)
         step = step_of(step)
         try:
-            self._steps.read_here(step, read)
+            self._steps.root.read(step, read)
         except GoneError:
             raise self._steps.missing(step) from None
-        self._steps.forget_damage(step)
+        self._steps.root.forget_damage(step)
 
     def remove(self, step: int) -> None:
         """Remove a step, complete or not, and its copy in `drain_to`.
@@ -614,7 +624,10 @@ class Checkpointer:
         FileNotFoundError
             The step does not exist.
         BlockingIOError
-            The step is being read, or another process writes to this root.
+            The step or its copy is being read, or another process writes there.  Nothing
+            was removed.
+        FileExistsError
+            What has the name of the step is not a step of a Checkpointer.
         OSError
             Removing failed; has errno and path.
 
@@ -627,25 +640,33 @@ class Checkpointer:
         [1]
         """
         step = step_of(step)
-        folder = self._steps.folder(step)
+        folder = self._steps.root.folder(step)
         with self._alone():
             self._await_last()
-            copied = False
-            if self._copies is not None:
-                make_folders(str(self.root))
-                self._writer.take()
-                copied = self._copies.remove(step)
-            if not os.path.lexists(folder):
-                if copied:
-                    return
+            if self.root.is_dir():
+                self._steps.root.take()
+            stopped = self._copies is not None and self._copies.cancel(step)
+            try:
+                self._remove(step)
+            except OSError:
+                if stopped and self._copies is not None and os.path.lexists(folder):
+                    self._copies.begin(step, folder)
+                raise
+
+    def _remove(self, step: int) -> None:
+        """Remove a step and its copy, or raise before either is changed."""
+        with contextlib.ExitStack() as stack:
+            found = []
+            for place in self._places():
+                if step in place.steps():
+                    place.take()
+                    with contextlib.suppress(GoneError):
+                        found.append(stack.enter_context(place.removing(step)))
+            if not found:
                 raise self._steps.missing(step)
-            self._writer.take()
-            with exclusive(os.path.join(folder, MANIFEST)) as free:
-                if not free:
-                    raise BlockingIOError(
-                        errno.EAGAIN, "the step is being read; try again later", folder
-                    )
-                set_aside(folder)
+            # The copy first, because restore() would read one that is left.
+            for remove in found:
+                remove()
 
     def prune(self) -> list[int]:
         """Remove the steps that `keep` and `keep_every` do not keep, as each save does.
@@ -681,11 +702,11 @@ class Checkpointer:
                 self._last._over.wait()
             if not self.root.is_dir():
                 return []
-            self._writer.take()
+            self._steps.root.take()
             return self._prune(None)
 
     def _prune(self, saved: int | None) -> list[int]:
-        return [] if self.keep is None else self._steps.prune(self._kept, saved)
+        return [] if self.keep is None else prune(self._steps.root, self._kept, saved)
 
     def _kept(self, steps: list[int]) -> list[int]:
         """Return the steps to keep; `steps` are sorted, oldest first."""
@@ -738,7 +759,8 @@ class Checkpointer:
                 if self._copies is not None:
                     self._copies.wait()
                 self._staging.release()
-                self._writer.release()
+                for place in self._places():
+                    place.release()
             if self._copies is not None and (failed := self._copies.failure()) is not None:
                 raise failed
 

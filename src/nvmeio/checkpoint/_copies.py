@@ -1,52 +1,43 @@
 """Copies of a Checkpointer's steps on other storage, made in the background."""
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nvmeio._arguments.types import Path
-from nvmeio._files.folders import make_folders
-from nvmeio._files.kinds import MANIFEST, STEP
-from nvmeio._native.file import File
-from nvmeio._publish.folders import Unfinished
+from nvmeio._files.kinds import MANIFEST
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
-from nvmeio.checkpoint._locks import exclusive
-from nvmeio.checkpoint._manifest import FILES
-from nvmeio.checkpoint._places import place_of
+from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.default import default_handle
+from nvmeio.checkpoint._roots import Root, StepPlace, prune
+from nvmeio.checkpoint._stores import Store
 
-__all__ = ["Copies", "NoCopyError"]
+__all__ = ["Copies"]
 
 RETRIES = 3
 
 _log = logging.getLogger("nvmeio")
 
 
-class NoCopyError(Exception):
-    """The step has no copy."""
-
-
 class Copies:
-    """The copies of one root's steps, ``target/step-12``.
-
-    A copy is complete when its manifest exists, which is copied last.
-    """
+    """The queue of the copies of one root's steps; at most one step waits in it."""
 
     def __init__(
         self, target: Path, root: str, kept: Callable[[list[int]], list[int]]
     ) -> None:
-        self.place = place_of(target)
-        self._root, self._kept = root, kept
+        path = local_path(target)
+        files: Any = None if path is not None else place_of(target)
+        self.place: StepPlace = Root(path) if path is not None else Store(files, root)
+        self._kept = kept
         self._mutex = threading.Lock()
         self._waiting: tuple[int, str, Future[int]] | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        # The step that is being copied, and the drain of its files once it has begun.
+        self._current: int | None = None
         self._drain: tuple[int, Future[int]] | None = None
         # The copy that was requested last; its result is its size in bytes.
         self.latest: Future[int] | None = None
@@ -81,6 +72,7 @@ class Copies:
         while True:
             with self._mutex:
                 work, self._waiting = self._waiting, None
+                self._current = None if work is None else work[0]
                 if work is None:
                     self._thread = None
                     return
@@ -100,19 +92,25 @@ class Copies:
                 future.set_result(nbytes)
 
     def _copy(self, step: int, folder: str) -> int:
-        name = f"step-{step}"
+        def copy(place: Place) -> int:
+            work = Drain(folder, place, (MANIFEST,), RETRIES, None)
+            self._drain = step, work.future
+            work.start()
+            return work.future.result()
+
         try:
             # Held, so that the step is not pruned while it is copied.
             with Held(folder, step):
-                work = Drain(folder, _Below(self.place, name), (MANIFEST,), RETRIES, None)
-                self._drain = step, work.future
-                work.start()
-                nbytes = work.future.result()
+                self.place.take()
+                nbytes = self.place.copy(step, copy)
         except MovedError:
             # The step was replaced; the new one is copied next.
-            self.place.remove(f"{name}/{MANIFEST}")
             return 0
-        self.prune(step)
+        try:
+            prune(self.place, self._kept, step)
+        except Exception as error:
+            # fsspec may raise any type.
+            _log.warning("older copies were not removed: %s", error)
         return nbytes
 
     def wait(self) -> None:
@@ -127,87 +125,14 @@ class Copies:
         failed, self._failed = self._failed, None
         return failed
 
-    def steps(self) -> list[int]:
-        """Return the steps with complete copies, newest first."""
-        found = map(STEP.fullmatch, self.place.names(""))
-        steps = sorted((int(each[1]) for each in found if each), reverse=True)
-        return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
-
-    def prune(self, saved: int) -> None:
-        """Remove the copies that are not to be kept, and incomplete ones."""
-        try:
-            steps = sorted(self.steps())
-            folders = map(STEP.fullmatch, self.place.names(""))
-            there = {int(each[1]) for each in folders if each}
-            for step in there - set(self._kept(steps)) - {saved}:
-                with self._exclusive(step) as free:
-                    if free:
-                        self._remove(step)
-        except Exception as error:
-            # fsspec may raise any type.
-            _log.warning("older copies were not removed: %s", error)
-
-    def _exclusive(self, step: int) -> AbstractContextManager[bool]:
-        """Yield whether no one reads a copy; True on remote storage, which has no locks."""
-        near = self.place.folder(f"step-{step}")
-        return (
-            nullcontext(True) if near is None else exclusive(os.path.join(near, MANIFEST))
-        )
-
-    def _remove(self, step: int) -> None:
-        self.place.remove(f"step-{step}/{MANIFEST}")
-        self.place.remove(f"step-{step}")
-
-    def remove(self, step: int) -> bool:
-        """Remove a copy, also an unfinished one; return whether there was any."""
+    def cancel(self, step: int) -> bool:
+        """Stop copying a step, and return whether it was waiting or being copied."""
         with self._mutex:
-            waiting, drain = self._waiting, self._drain
-        if waiting is not None and waiting[0] == step:
-            waiting[2].cancel()
-        if drain is not None and drain[0] == step:
-            drain[1].cancel()
+            waiting, drain, current = self._waiting, self._drain, self._current
+        stopped = waiting is not None and waiting[0] == step and waiting[2].cancel()
+        if current == step:
+            if drain is not None and drain[0] == step:
+                stopped = drain[1].cancel() or stopped
+            # It may have its name in a moment.
             self.wait()
-        there = bool(self.place.names(f"step-{step}"))
-        if there:
-            self._remove(step)
-        return there
-
-    def read(self, step: int, read: Callable[[Held], Any], files: Collection[str]) -> Any:
-        """Read a copy; from remote storage, fetch `files` into a temporary folder first."""
-        name = f"step-{step}"
-        if MANIFEST not in self.place.names(name):
-            raise NoCopyError(name)
-        near = self.place.folder(name)
-        if near is not None:
-            with Held(near, step) as held:
-                return read(held)
-        make_folders(self._root)
-        with Unfinished(os.path.join(self._root, name), replace=True) as folder:
-            for each in FILES:
-                path = os.path.join(folder.path, each)
-                with File(path, "x") as file:
-                    if each not in files:
-                        # Not read, but its size is checked.
-                        os.truncate(path, self.place.size(f"{name}/{each}") or 0)
-                        continue
-                    at = 0
-                    for piece in self.place.read(f"{name}/{each}"):
-                        default_handle().write(piece, file, at)
-                        at += len(piece)
-            with Held(folder.path, step) as held:
-                return read(held)
-
-
-class _Below:
-    """A subfolder of a Place, with the interface of a Place."""
-
-    def __init__(self, place: Any, folder: str) -> None:
-        self._place, self._folder = place, folder
-        self.root = f"{place.root.rstrip('/')}/{folder}"
-
-    def _name(self, name: str) -> str:
-        return f"{self._folder}/{name}" if name else self._folder
-
-    def __getattr__(self, called: str) -> Any:
-        method = getattr(self._place, called)
-        return lambda name: method(self._name(name))
+        return stopped

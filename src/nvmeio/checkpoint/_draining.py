@@ -101,7 +101,9 @@ def drain(
     Notes
     -----
     Up to four files are copied at once.  Each is synced, read back and compared by
-    checksum, and only then gets its name (in object stores it has its name at once).
+    checksum, and only then gets its name (at a URL it has its name at once).  Nothing is
+    locked, so that several ranks can drain to one folder: no two drains may write the same
+    files.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
@@ -306,10 +308,11 @@ class Drain:
         if isinstance(error, OSError):
             number = error.errno or errno.EIO
             words = f"{error.strerror or error} (while it is copied)"
-            near = self.place.folder("")
-            if number == errno.ENOSPC and near is not None and name in self.sizes:
-                space = os.statvfs(near)
-                free = space.f_bavail * space.f_frsize
+            if (
+                number == errno.ENOSPC
+                and name in self.sizes
+                and (free := self.place.free_bytes()) is not None
+            ):
                 words += f": {needed_and_free(self.sizes[name], free)}"
             return OSError(number, words, where)
         return OSError(errno.EIO, f"{type(error).__name__}: {error}", where)

@@ -1,6 +1,8 @@
 """The errors of checkpoints."""
 
-__all__ = ["CheckpointError", "GoneError", "MovedError", "NotDamagedError"]
+import errno
+
+__all__ = ["CheckpointError", "GoneError", "MovedError", "NotDamagedError", "is_lost"]
 
 
 class CheckpointError(Exception):
@@ -37,3 +39,15 @@ class NotDamagedError(CheckpointError):
 
     So no older step and no copy may silently replace it.
     """
+
+
+# Errors that mean that the data is lost, not that the system is busy or misconfigured.
+# ENXIO is what open(2) returns for a socket in the place of a file.
+_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
+
+
+def is_lost(error: Exception) -> bool:
+    """Return whether an error means that a step is damaged or gone."""
+    if isinstance(error, OSError):
+        return error.errno in _LOST
+    return not isinstance(error, NotDamagedError)

@@ -188,8 +188,25 @@ def _depth_of(text: bytes) -> int:
     return deepest
 
 
-def read_manifest(folder: str, step: int, opener: Callable[[str], Descriptor]) -> Manifest:
-    """Read and check the manifest of a step's folder, and the sizes of its files."""
+def check_size(path: str, nbytes: int) -> None:
+    """Raise CheckpointError if a file is missing, not regular, or of another size."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    if found.st_size != nbytes:
+        raise CheckpointError(f"{path} has {found.st_size} bytes, but {nbytes} were saved")
+
+
+def read_manifest(
+    folder: str,
+    step: int,
+    opener: Callable[[str], Descriptor],
+    check: Callable[[str, int], None] = check_size,
+) -> Manifest:
+    """Read and check the manifest of a step's folder, and by `check` the files' sizes."""
     path = os.path.join(folder, MANIFEST)
     wrong = functools.partial(_wrong, path)
     said = read_json(folder, MANIFEST, opener)
@@ -216,7 +233,7 @@ def read_manifest(folder: str, step: int, opener: Callable[[str], Descriptor]) -
         if not _NAME.fullmatch(name) or name == MANIFEST:
             raise wrong(f"{name!r:.110} is not a valid name of a file")
         found[name] = _record_of(record, checksum, block_bytes, wrong)
-        check_size(os.path.join(folder, name), found[name].nbytes)
+        check(os.path.join(folder, name), found[name].nbytes)
     return Manifest(step, str(said.get("saved"))[:40], checksum, block_bytes, found)
 
 
@@ -244,15 +261,3 @@ def _record_of(
     ):
         raise wrong(f"a file lacks the checksums of its {count} blocks")
     return Record(nbytes, sums)
-
-
-def check_size(path: str, nbytes: int) -> None:
-    """Raise CheckpointError if a file is missing, not regular, or of another size."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    if found.st_size != nbytes:
-        raise CheckpointError(f"{path} has {found.st_size} bytes, but {nbytes} were saved")

@@ -15,7 +15,6 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute
-from nvmeio._native.descriptor import remove_tree
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
 from nvmeio._publish.names import renaming, temporary_name
@@ -23,13 +22,14 @@ from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
-__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of"]
+__all__ = ["Bytes", "Folder", "Place", "Remote", "Writer"]
+__all__ += ["local_path", "pieces_of", "place_of"]
 
 
 PIECE_BYTES = 4 << 20
 
-# Protocols that can rename a file without a copy, also over an existing one.
-_RENAMING = {"memory", "sftp", "ssh"}
+# Protocols of stores whose folders are only parts of names.
+_WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
 
 class Writer(Protocol):
@@ -49,14 +49,14 @@ class Writer(Protocol):
 
 
 class Place(Protocol):
-    """A folder, local or remote; names are relative, with slashes."""
+    """Files below a folder, local or remote; names are relative, with slashes."""
 
     @property
     def root(self) -> str:
         """The folder's path or URL, for messages."""
 
-    def folder(self, name: str) -> str | None:
-        """Return the local path of a folder, or None on remote storage."""
+    def free_bytes(self) -> int | None:
+        """Return how many bytes are free; None if that is unknown."""
 
     def writing(self, name: str) -> "contextlib.AbstractContextManager[Writer]":
         """Write a file; it is removed at the end unless it was committed."""
@@ -77,17 +77,24 @@ class Place(Protocol):
         """Return the names in a folder; an empty list if it does not exist."""
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder, if it exists."""
+        """Remove a file, if it exists."""
+
+
+def local_path(target: Path) -> str | None:
+    """Return the absolute path of a folder; None if the target is a URL of a store."""
+    name = os.fsdecode(path_of(target))
+    protocol, separator, rest = name.partition("://")
+    if separator and protocol not in ("file", "local"):
+        return None
+    return os.fsdecode(absolute(rest if separator else name))
 
 
 def place_of(target: Path) -> Place:
     """Return the Place of a path, or of a URL that fsspec supports."""
     name = os.fsdecode(path_of(target))
-    protocol, separator, rest = name.partition("://")
-    if not separator:
-        return _Folder(os.fsdecode(absolute(name)))
-    if protocol in ("file", "local"):
-        return _Folder(os.fsdecode(absolute(rest)))
+    protocol = name.partition("://")[0]
+    if (path := local_path(target)) is not None:
+        return Folder(path)
     try:
         fsspec: Any = importlib.import_module("fsspec")
     except ModuleNotFoundError:
@@ -97,7 +104,7 @@ def place_of(target: Path) -> Place:
         ) from None
     # Raises for unknown protocols now, because the first connection may come much later.
     fsspec.get_filesystem_class(protocol)
-    return _Remote(functools.partial(fsspec.core.url_to_fs, name), name, protocol)
+    return Remote(functools.partial(fsspec.core.url_to_fs, name), name)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
@@ -105,16 +112,21 @@ def pieces_of(file: File, size: int) -> Iterator[Bytes]:
     return in_pieces(file, size, PIECE_BYTES, 2)
 
 
-class _Folder:
-    """A folder of a mounted file system."""
+class Folder:
+    """A folder of a mounted file system.
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    With `shown`, it is the unfinished folder of that path, which messages name.
+    """
+
+    def __init__(self, path: str, shown: str | None = None) -> None:
+        self._path, self.root = path, shown or path
+
+    def free_bytes(self) -> int:
+        space = os.statvfs(self._path)
+        return space.f_bavail * space.f_frsize
 
     def path(self, name: str) -> str:
-        return os.path.join(self.root, name) if name else self.root
-
-    folder = path
+        return os.path.join(self._path, name) if name else self._path
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_FolderWriter"]:
@@ -157,12 +169,8 @@ class _Folder:
             return []
 
     def remove(self, name: str) -> None:
-        path = self.path(name)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                remove_tree(path)
-            else:
-                os.unlink(path)
+            os.unlink(self.path(name))
 
 
 class _FolderWriter:
@@ -196,14 +204,11 @@ def _read_anew(file: File) -> Iterator[Bytes]:
     return pieces_of(file, file.size)
 
 
-class _Remote:
-    """A folder of a file system of fsspec."""
+class Remote:
+    """A folder of a file system of fsspec, without locks and renames."""
 
-    def __init__(
-        self, connect: Callable[[], tuple[Any, str]], root: str, protocol: str
-    ) -> None:
+    def __init__(self, connect: Callable[[], tuple[Any, str]], root: str) -> None:
         self.root = root
-        self.renames = protocol in _RENAMING
         self._connect = connect
 
     @functools.cached_property
@@ -222,28 +227,28 @@ class _Remote:
     def path(self, name: str) -> str:
         return f"{self.base}/{name}" if name else self.base
 
-    def folder(self, name: str) -> None:
+    def below(self, name: str) -> "Remote":
+        """Return a folder below this one."""
+        where = f"{self.root.rstrip('/')}/{name}"
+        return Remote(lambda: (self.system, self.path(name)), where)
+
+    def free_bytes(self) -> None:
         return None
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_RemoteWriter"]:
-        # An object gets its name when its upload is complete; renaming would copy it.
-        unnamed = self.path(temporary_name(name) if self.renames else name)
-        writer = _RemoteWriter(self, unnamed, self.path(name))
+        writer = _RemoteWriter(self, name)
         try:
             yield writer
         finally:
             writer.close()
             # A finished object has its name even if the bytes read back are wrong.
-            if not writer.committed and (self.renames or writer.finished):
+            if writer.finished and not writer.committed:
                 with contextlib.suppress(Exception):
-                    self.system.rm_file(unnamed)
+                    self.remove(name)
 
     def read(self, name: str) -> Iterator[Bytes]:
-        return self.read_path(self.path(name))
-
-    def read_path(self, path: str) -> Iterator[Bytes]:
-        with self.system.open(path, "rb") as stream:
+        with self.system.open(self.path(name), "rb") as stream:
             while piece := stream.read(PIECE_BYTES):
                 yield np.frombuffer(piece, np.uint8)
 
@@ -256,41 +261,50 @@ class _Remote:
         return None if found is None else int(found)
 
     def make(self, folder: str) -> None:
-        self.system.makedirs(self.path(folder), exist_ok=True)
+        if self.root.partition("://")[0] not in _WITHOUT_FOLDERS:
+            self.system.makedirs(self.path(folder), exist_ok=True)
 
     def settle(self, folder: str) -> None:
         """Do nothing: remote storage makes names durable itself."""
 
-    def names(self, folder: str) -> list[str]:
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the names in a folder with the sizes of files, and None of folders.
+
+        Not by find() or walk(), which take an error for an empty folder.
+        """
         self.system.invalidate_cache()
+        path = self.path(folder)
         try:
-            found = self.system.ls(self.path(folder), detail=False)
+            found = self.system.ls(path, detail=True)
         except FileNotFoundError:
-            return []
-        return [each.rstrip("/").rpartition("/")[2] for each in found]
+            return {}
+        return {
+            each["name"].rstrip("/").rpartition("/")[2]: (
+                None if each.get("type") == "directory" else each.get("size") or 0
+            )
+            for each in found
+            # A store lists a file, and the object that stands for a folder, as itself.
+            if each["name"].strip("/") != path.strip("/")
+        }
+
+    def names(self, folder: str) -> list[str]:
+        return list(self.sizes(folder))
 
     def remove(self, name: str) -> None:
-        # One by one, because rm() would treat brackets in a name as a pattern.
-        path = self.path(name)
-        self.system.invalidate_cache()
-        for each in self.system.find(path) or [path]:
-            with contextlib.suppress(FileNotFoundError):
-                self.system.rm_file(each)
-        # Object stores have no folders, and other systems may have removed the empty ones.
+        # Not by rm(), which would treat brackets in a name as a pattern.
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm_file(self.path(name))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder, where there are folders."""
         with contextlib.suppress(Exception):
-            self.system.rmdir(path)
-
-
-def _renames_by_itself(system: Any) -> bool:
-    """Return whether the system has its own mv(); fsspec's treats brackets as a pattern."""
-    general = importlib.import_module("fsspec").AbstractFileSystem
-    return type(system).mv is not general.mv
+            self.system.rmdir(self.path(name))
 
 
 class _RemoteWriter:
-    def __init__(self, place: _Remote, unnamed: str, target: str) -> None:
-        self.place, self.unnamed, self.target = place, unnamed, target
-        self.stream = place.system.open(unnamed, "wb")
+    def __init__(self, place: Remote, name: str) -> None:
+        self.place, self.name, self.target = place, name, place.path(name)
+        self.stream = place.system.open(self.target, "wb")
         self.committed = self.finished = False
 
     def write(self, piece: Bytes) -> None:
@@ -302,7 +316,7 @@ class _RemoteWriter:
                 raise OSError(
                     errno.EIO,
                     f"write() of {len(view)} bytes returned {taken}",
-                    self.unnamed,
+                    self.target,
                 )
             view = view[len(view) if taken is None else taken :]
 
@@ -311,15 +325,9 @@ class _RemoteWriter:
         self.stream.close()
 
     def read(self) -> Iterator[Bytes]:
-        return self.place.read_path(self.unnamed)
+        return self.place.read(self.name)
 
     def commit(self) -> None:
-        system = self.place.system
-        if self.unnamed != self.target and _renames_by_itself(system):
-            system.mv(self.unnamed, self.target)
-        elif self.unnamed != self.target:
-            system.cp_file(self.unnamed, self.target)
-            system.rm_file(self.unnamed)
         self.committed = True
 
     def close(self) -> None:

@@ -1,43 +1,22 @@
-"""The steps of a root and of its copies: which there are, and reading and pruning them."""
+"""The steps of a root and of its copies: which there are, and reading them."""
 
-import contextlib
 import errno
-import logging
-import os
-import pathlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from nvmeio._arguments.checks import integer, whole
-from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
-from nvmeio._publish.folders import put_back, set_aside
-from nvmeio.checkpoint._copies import Copies, NoCopyError
-from nvmeio.checkpoint._errors import (
-    CheckpointError,
-    GoneError,
-    MovedError,
-    NotDamagedError,
-)
-from nvmeio.checkpoint._locks import exclusive
+from nvmeio._files.kinds import what_is_in
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, is_lost
 from nvmeio.checkpoint._manifest import FILES
-from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._roots import Root, StepPlace
 
 __all__ = ["STEP_MAX", "Steps", "step_of"]
 
 STEP_MAX = 10**18
-# Errors that mean that the data is lost, not that the system is busy or misconfigured.
-# ENXIO is what open(2) returns for a socket in the place of a file.
-_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
-
-# How often to read a step that is replaced meanwhile.  The limit is for file systems whose
-# inode numbers change, where each step always seems to be replaced.
-_TRIES = 100
 
 # How many steps an error names.
 _STEPS_SHOWN = 10
-
-_log = logging.getLogger("nvmeio")
 
 
 def step_of(step: Any) -> int:
@@ -45,16 +24,9 @@ def step_of(step: Any) -> int:
     return whole("step", integer("step", step), 0, STEP_MAX)
 
 
-def _is_lost(error: Exception) -> bool:
-    """Return whether an error means that a step is damaged or gone."""
-    if isinstance(error, OSError):
-        return error.errno in _LOST
-    return not isinstance(error, NotDamagedError)
-
-
 def _with(error: Exception, words: str) -> Exception:
     """Return an error of the same type whose message ends in `words`."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return type(error)(error.errno, f"{error.strerror}; {words}", error.filename)
     return type(error)(f"{error}; {words}")
 
@@ -62,15 +34,9 @@ def _with(error: Exception, words: str) -> Exception:
 class Steps:
     """The steps of a root, of which some may be damaged, and their copies."""
 
-    def __init__(self, root: pathlib.Path, drain_to: str | None) -> None:
-        self.root, self.drain_to = root, drain_to
-        self.copies: Copies | None = None
-        # Those that were found damaged, with the identity of the folder.
-        self._damaged: dict[int, tuple[int, int]] = {}
-
-    def folder(self, step: int) -> str:
-        """Return the path of a step's folder."""
-        return str(self.root / f"step-{step}")
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.copies: StepPlace | None = None
 
     def read(
         self, step: int | None, read: Any, files: Collection[str] = FILES
@@ -81,8 +47,7 @@ class Steps:
         """
         if step is not None:
             step = step_of(step)
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                put_back(str(self.root))
+            self.root.put_back()
             try:
                 return step, self._here_or_copy(step, read, files)
             except GoneError:
@@ -90,95 +55,66 @@ class Steps:
         # The words of the errors.  An error's traceback would keep all that was read, and
         # `into`, in memory while older steps are read.
         passed_over: dict[int, str] = {}
-        for each in self.going_down(self.copied()):
+        copied, unlisted = self.copied()
+        for each in self.going_down(copied):
             try:
                 return each, self._here_or_copy(each, read, files)
             except GoneError:
                 continue
             except (CheckpointError, OSError) as error:
-                if not _is_lost(error):
+                if not is_lost(error):
                     raise
                 if each not in passed_over:
                     words = f"step {each} is skipped: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=3)
                 passed_over.setdefault(each, str(error))
+        where = self.root.where
         if passed_over:
             # A caller that begins anew on FileNotFoundError must not do so here.
             newest = max(passed_over)
             count = len(passed_over)
             which = f"all {count} checkpoints" if count > 1 else "the only checkpoint"
-            where = str(self.root)
             if self.copies is not None:
-                where += f" and {self.drain_to}"
+                where += f" and {self.copies.where}"
             words = f"{which} in {where} cannot be read"
             raise CheckpointError(f"{words}; step {newest}: {passed_over[newest]}")
-        words = f"no checkpoint; {what_is_in(str(self.root))}"
-        raise FileNotFoundError(errno.ENOENT, words, str(self.root))
+        if unlisted is not None:
+            raise unlisted
+        words = f"no checkpoint; {what_is_in(where)}"
+        raise FileNotFoundError(errno.ENOENT, words, where)
 
     def _here_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
         """Read a step, or its copy if the step is missing or damaged."""
         try:
-            return self.read_here(step, read)
+            return self.root.read(step, read)
         except (CheckpointError, GoneError, OSError) as error:
-            if self.copies is None or not _is_lost(error):
+            if self.copies is None or not is_lost(error):
                 raise
             try:
                 found = self.copies.read(step, read, files)
-            except NoCopyError:
+            except GoneError:
                 raise error from None
             except Exception as other:
                 if isinstance(error, GoneError):
                     # Only the copy exists, so its error is the one to raise.
                     raise
-                raise _with(error, f"its copy in {self.drain_to}: {other}") from other
+                raise _with(error, f"its copy in {self.copies.where}: {other}") from other
             if not isinstance(error, GoneError):
-                words = f"step {step} is read from its copy in {self.drain_to}: {error}"
+                where = self.copies.where
+                words = f"step {step} is read from its copy in {where}: {error}"
                 warnings.warn(words, RuntimeWarning, stacklevel=4)
             return found
 
-    def _read(self, step: int, read: Any) -> Any:
-        """Read a step; read it again if it was replaced meanwhile."""
-        folder = self.folder(step)
-        for _ in range(_TRIES):
-            if not os.path.lexists(folder):
-                raise GoneError
-            with contextlib.suppress(MovedError), Held(folder, step) as held:
-                return read(held)
-        raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
-
-    def read_here(self, step: int, read: Any) -> Any:
-        """Read a step; if it is damaged, remember that until its folder is replaced."""
-        # Taken before, because another process may replace the folder after the error.
-        identity = self._identity(step)
-        try:
-            return self._read(step, read)
-        except (CheckpointError, OSError) as error:
-            if _is_lost(error) and identity is not None:
-                self._damaged[step] = identity
-            raise
-
-    def forget_damage(self, step: int) -> None:
-        """Count a step again, because all of it was read."""
-        self._damaged.pop(step, None)
-
-    def _identity(self, step: int) -> tuple[int, int] | None:
-        """Return inode and ctime of the folder of a step; None if there is none."""
-        try:
-            found = os.lstat(self.folder(step))
-        except OSError:
-            return None
-        return found.st_ino, found.st_ctime_ns
-
     def missing(self, step: int) -> FileNotFoundError:
         """Return the error for a step that does not exist, or was removed."""
-        newest = self.newest_first()
-        there = what_is_in(str(self.root))
+        newest = self.root.steps()
+        there = what_is_in(self.root.where)
         if newest:
             more = len(newest) - _STEPS_SHOWN
             there = f"there are the steps {', '.join(map(str, newest[:_STEPS_SHOWN]))}"
             there += f" and {more} more" if more > 0 else ""
         words = f"no such checkpoint; {there}"
-        return FileNotFoundError(errno.ENOENT, words, self.folder(step))
+        return FileNotFoundError(errno.ENOENT, words, self.root.folder(step))
 
     def going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the steps that have a folder, newest first.
@@ -188,62 +124,48 @@ class Steps:
         """
         before: list[int] = []
         while True:
-            steps = sorted({*self.newest_first(), *copied}, reverse=True)
+            steps = sorted({*self.root.steps(), *copied}, reverse=True)
             if steps == before:
                 return
             yield from steps
             before = steps
 
-    def newest_first(self) -> list[int]:
-        """Return the steps that have a folder, newest first."""
-        with contextlib.suppress(FileNotFoundError):
-            put_back(str(self.root))
-            names = map(STEP.fullmatch, os.listdir(self.root))
-            return sorted((int(found[1]) for found in names if found), reverse=True)
-        return []
-
     def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the complete steps, newest first; `copied` are complete as copies."""
+        """Yield the complete steps, newest first, also those of the copies in `copied`."""
         for step in self.going_down(copied):
-            if step in copied or self._is_complete(step):
+            if self.root.is_complete(step) or (
+                step in copied and self.copies is not None and self.copies.is_complete(step)
+            ):
                 yield step
 
-    def copied(self) -> list[int]:
-        """Return the steps in `drain_to`; if they cannot be listed, log it, return none."""
+    def listed(self) -> Iterator[int]:
+        """Yield the steps that ``read`` would find, newest first.
+
+        Raises the error of the copies if they cannot be listed and there is no step here.
+        """
+        copied, unlisted = self.copied()
+        found = False
+        for step in self.complete(copied):
+            found = True
+            yield step
+        if unlisted is not None and not found:
+            raise unlisted
+
+    def copied(self, *, level: int = 4) -> tuple[list[int], Exception | None]:
+        """Return the steps in `drain_to`; warn of an error of listing, and return it.
+
+        The warning is about the call `level` - 1 frames above.
+        """
         if self.copies is None:
-            return []
+            return [], None
         try:
-            return self.copies.steps()
+            return self.copies.steps(), None
         except Exception as error:
             # fsspec may raise any type.
-            _log.warning("the copies in %s cannot be listed: %s", self.drain_to, error)
-            return []
-
-    def _is_complete(self, step: int) -> bool:
-        # One look, because verify() in another thread may remove the entry.
-        damaged = self._damaged.get(step)
-        if damaged is not None and damaged == self._identity(step):
-            return False
-        try:
-            self._read(step, lambda held: None)
-        except (CheckpointError, GoneError):
-            return False
-        except OSError as error:
-            if not _is_lost(error):
-                raise
-            return False
-        return True
-
-    def prune(self, kept: Callable[[list[int]], list[int]], saved: int | None) -> list[int]:
-        """Remove the complete steps that are neither kept nor the one just saved."""
-        removed = []
-        steps = sorted({*self.complete()})
-        stay = {*kept(steps), saved}
-        for step in steps:
-            if step in stay:
-                continue
-            with exclusive(os.path.join(self.folder(step), MANIFEST)) as free:
-                if free:
-                    set_aside(self.folder(step))
-                    removed.append(step)
-        return removed
+            where = self.copies.where
+            words = f"the copies in {where} cannot be listed: {error or repr(error)}"
+            warnings.warn(words, RuntimeWarning, stacklevel=level)
+            if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
+                words = f"{words} ({type(error).__name__})"
+                return [], OSError(errno.EIO, words, where)
+            return [], _with(error, words) if error.errno is None else error

@@ -1,0 +1,297 @@
+"""A folder of steps: the root of a Checkpointer, or the folder that it copies steps to."""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+from nvmeio._files.folders import make_folders
+from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
+from nvmeio._files.locks import WriterLock
+from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
+from nvmeio._publish.names import final_name
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
+from nvmeio.checkpoint._locks import exclusive
+from nvmeio.checkpoint._manifest import FILES, TREE
+from nvmeio.checkpoint._places import Folder, Place
+from nvmeio.checkpoint._restoring import Held
+
+__all__ = [
+    "OURS",
+    "TRIES",
+    "Copy",
+    "Root",
+    "StepFolder",
+    "StepPlace",
+    "prune",
+    "require_ours",
+]
+
+# How often to read a step that is replaced meanwhile.  The limit is for file systems whose
+# inode numbers change, where each step always seems to be replaced.
+TRIES = 100
+# How a manifest.json and a tree.json of any version begin.
+OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
+
+# Copies the files of a step to a place, the manifest last; returns their size in bytes.
+Copy = Callable[[Place], int]
+
+_log = logging.getLogger("nvmeio")
+
+
+class StepPlace(Protocol):
+    """What has steps: a folder, or an object store."""
+
+    @property
+    def where(self) -> str:
+        """The path or URL, for messages."""
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is anything, newest first."""
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether a step has all its files, and was not found to be damaged."""
+
+    def read(self, step: int, read: Any, files: Collection[str]) -> Any:
+        """Call `read` with a step, and return its result; it needs the `files`.
+
+        Raises GoneError if there is no such step, CheckpointError if it is damaged.
+        """
+
+    def take(self) -> None:
+        """Become the only writer, and remove what dead writers have left."""
+
+    def release(self) -> None:
+        """Let others write."""
+
+    def copy(self, step: int, copy: Copy) -> int:
+        """Add a step, or replace it; other readers see all of its files or none."""
+
+    def removing(
+        self, step: int
+    ) -> "contextlib.AbstractContextManager[Callable[[], None]]":
+        """Yield a function that removes a step; raise if it must not be removed.
+
+        Raises GoneError, BlockingIOError if it is being read, and FileExistsError if it is
+        not a step of a Checkpointer.
+        """
+
+
+def prune(
+    place: StepPlace, kept: Callable[[list[int]], list[int]], saved: int | None
+) -> list[int]:
+    """Remove the complete steps that are neither kept nor the one just saved."""
+    removed = []
+    steps = [step for step in reversed(place.steps()) if place.is_complete(step)]
+    stay = {*kept(steps), saved}
+    for step in steps:
+        if step in stay:
+            continue
+        try:
+            with place.removing(step) as remove:
+                remove()
+                removed.append(step)
+        except FileExistsError as error:
+            _log.warning("step %d is not pruned: %s", step, error)
+        except (BlockingIOError, GoneError):
+            # It is being read, or another process has removed it.
+            continue
+    return removed
+
+
+def not_ours(folder: str) -> str | None:
+    """Say what has the name of a step but is not one; None if it is one, even damaged.
+
+    An empty folder, and one with only what a stopped copy has left, count as ours.
+    """
+    try:
+        mode = os.lstat(folder).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(mode):
+        return "it is a symbolic link" if stat.S_ISLNK(mode) else "it is not a folder"
+    names = os.listdir(folder)
+    others = [n for n in names if n not in FILES and final_name(n) not in FILES]
+    ours = any(_is_ours(os.path.join(folder, name)) for name in (MANIFEST, TREE))
+    if others and ours:
+        shown = ", ".join(sorted(others)[:3])
+        return f"besides the files of a step, it has {shown}"
+    if others or not (ours or set(names).isdisjoint(FILES)):
+        return what_is_in(folder)
+    return None
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        with open(path, "rb", opener=_regular) as file:
+            return OURS.match(file.read(200)) is not None
+    except OSError:
+        return False
+
+
+def _regular(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def require_ours(folder: str, found: str | None = None, doing: str = "replaced") -> None:
+    """Raise FileExistsError if a folder, now at `found`, is not a step of ours."""
+    if (words := not_ours(found or folder)) is not None:
+        words = f"it is not {doing}, because it is no step of a Checkpointer: {words}"
+        raise FileExistsError(errno.EEXIST, words, folder)
+
+
+class StepFolder(Unfinished):
+    """A temporary folder that gets the name of a step, and replaces only a step."""
+
+    def __init__(self, target: str) -> None:
+        require_ours(target)
+        super().__init__(target, replace=True)
+
+    def commit(self, *, sync: bool) -> None:
+        """Give the folder its final name."""
+        require_ours(self.target)
+        super().commit(sync=sync)
+
+    def _replace(self, path: str, target: str) -> None:
+        super()._replace(path, target)
+        try:
+            # Another program may have written there before the folders were exchanged.
+            require_ours(target, path)
+        except FileExistsError:
+            super()._replace(path, target)
+            raise
+
+
+class Root:
+    """A folder of steps, which one process at a time writes."""
+
+    def __init__(self, path: str) -> None:
+        self.where = path
+        self._lock = WriterLock(
+            path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
+        )
+        # Those that were found damaged, with the identity of the folder.
+        self._damaged: dict[int, tuple[int, int]] = {}
+
+    def folder(self, step: int) -> str:
+        """Return the path of a step's folder."""
+        return os.path.join(self.where, f"step-{step}")
+
+    def put_back(self) -> None:
+        """Give steps their names back that dead processes have set aside."""
+        with contextlib.suppress(FileNotFoundError):
+            put_back(self.where)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, newest first."""
+        self.put_back()
+        with contextlib.suppress(FileNotFoundError):
+            names = map(STEP.fullmatch, os.listdir(self.where))
+            return sorted((int(found[1]) for found in names if found), reverse=True)
+        return []
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether a step is complete, and was not found to be damaged."""
+        # One look, because verify() in another thread may remove the entry.
+        damaged = self._damaged.get(step)
+        if damaged is not None and damaged == self._identity(step):
+            return False
+        try:
+            self._read(step, lambda held: None)
+        except (CheckpointError, GoneError):
+            return False
+        except OSError as error:
+            if not is_lost(error):
+                raise
+            return False
+        return True
+
+    def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
+        """Read a step; if it is damaged, remember that until its folder is replaced."""
+        # Taken before, because another process may replace the folder after the error.
+        identity = self._identity(step)
+        try:
+            return self._read(step, read)
+        except (CheckpointError, OSError) as error:
+            if is_lost(error) and identity is not None:
+                self._damaged[step] = identity
+            raise
+
+    def _read(self, step: int, read: Any) -> Any:
+        """Read a step; read it again if it was replaced meanwhile."""
+        folder = self.folder(step)
+        for _ in range(TRIES):
+            if not os.path.lexists(folder):
+                raise GoneError
+            try:
+                with Held(folder, step) as held:
+                    return read(held)
+            except MovedError:
+                continue
+            except FileNotFoundError as error:
+                # It was there when its size was checked.
+                name = os.fsdecode(error.filename or "")
+                if os.path.dirname(name) != folder:
+                    raise
+                raise CheckpointError(f"{name} is missing") from None
+            except CheckpointError:
+                if self._is_strangers(folder):
+                    raise GoneError from None
+                raise
+        raise CheckpointError(f"{folder} was replaced {TRIES} times while it was read")
+
+    def _is_strangers(self, folder: str) -> bool:
+        """Return whether a folder has files, and none of them has a name of ours."""
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            return False
+        ours = [name for name in names if name in FILES or final_name(name) in FILES]
+        return bool(names) and not ours
+
+    def forget_damage(self, step: int) -> None:
+        """Count a step again, because all of it was read."""
+        self._damaged.pop(step, None)
+
+    def _identity(self, step: int) -> tuple[int, int] | None:
+        """Return inode and ctime of the folder of a step; None if there is none."""
+        try:
+            found = os.lstat(self.folder(step))
+        except OSError:
+            return None
+        return found.st_ino, found.st_ctime_ns
+
+    def take(self) -> None:
+        """Create and lock the folder, and remove unfinished steps of dead processes."""
+        make_folders(self.where)
+        # Of this process only what an interrupted save has left, because none is going on.
+        remove_unfinished(self.where, "step-", own=not self._lock.take())
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    def copy(self, step: int, copy: Copy) -> int:
+        """Copy a step into a temporary folder, which then gets its name."""
+        target = self.folder(step)
+        with StepFolder(target) as folder:
+            nbytes = copy(Folder(folder.path, target))
+            folder.commit(sync=True)
+        return nbytes
+
+    @contextlib.contextmanager
+    def removing(self, step: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that removes a step, which is locked against readers."""
+        folder = self.folder(step)
+        if not os.path.lexists(folder):
+            raise GoneError
+        require_ours(folder, doing="removed")
+        with exclusive(os.path.join(folder, MANIFEST)) as free:
+            if not free:
+                words = "the step is being read; try again later"
+                raise BlockingIOError(errno.EAGAIN, words, folder)
+            yield lambda: set_aside(folder)

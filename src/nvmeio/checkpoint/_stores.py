@@ -1,0 +1,254 @@
+"""Copies of steps in an object store, or in anything else that fsspec reaches.
+
+There are no locks and no renames.  So each attempt to copy a step has a folder of its own,
+``step-12/1.HOST-PROCESS-START-RANDOM``, which counts once it has a manifest, copied last.
+The number is one more than that of the attempt that it replaces: a writer that finds its
+number twice, once its own manifest is there, removes its attempt and fails.  This needs
+lists that show what has been written, as S3, GCS and Azure have them, but no conditional
+writes, which fsspec imitates where a store has none.
+"""
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from nvmeio._files.descriptors import Descriptor, opened
+from nvmeio._files.folders import make_folders
+from nvmeio._files.kinds import MANIFEST, STEP
+from nvmeio._native.file import File
+from nvmeio._publish.folders import Unfinished
+from nvmeio._publish.names import is_dead, remove_left, temporary_name
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
+from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, TREE, read_manifest
+from nvmeio.checkpoint._places import Remote
+from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._roots import OURS, TRIES, Copy
+from nvmeio.default import default_handle
+
+__all__ = ["Store"]
+
+_ATTEMPT = re.compile(
+    r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
+)
+
+
+class _Attempt(NamedTuple):
+    """One attempt to copy a step: its folder, and the sizes of our files in it."""
+
+    number: int  # 0 of a copy that drain() or an older version has made
+    folder: str
+    sizes: dict[str, int]
+
+    @property
+    def complete(self) -> bool:
+        return MANIFEST in self.sizes
+
+
+class Store:
+    """The copies of steps at a URL of fsspec.
+
+    A copy is read from a temporary folder beside the steps of a local root.
+    """
+
+    def __init__(self, files: Remote, root: str) -> None:
+        self._files, self._root = files, root
+        self.where = files.root
+        # The folders of attempts that were found damaged.
+        self._damaged: set[str] = set()
+        # The folders of attempts that this may replace: those that were there when it first
+        # wrote, and its own.
+        self._known: set[str] | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder of ours, newest first."""
+        found = sorted(
+            (int(each[1]) for each in map(STEP.fullmatch, self._files.names("")) if each),
+            reverse=True,
+        )
+        return [step for step in found if self._attempts(step)]
+
+    def _attempts(self, step: int) -> list[_Attempt]:
+        """Return the attempts at a step, the one to read first."""
+        top = f"step-{step}"
+        folders = {top: self._files.sizes(top)}
+        numbers = {top: 0}
+        for name in folders[top]:
+            if (found := _ATTEMPT.fullmatch(name)) is not None:
+                folders[f"{top}/{name}"] = self._files.sizes(f"{top}/{name}")
+                numbers[f"{top}/{name}"] = int(found["number"])
+        attempts = [
+            _Attempt(numbers[folder], folder, ours)
+            for folder, sizes in folders.items()
+            if (ours := {n: s for n, s in sizes.items() if n in FILES and s is not None})
+            and (numbers[folder] or self._is_ours(folder, ours))
+        ]
+        return sorted(attempts, key=lambda a: (a.complete, a[:2]), reverse=True)
+
+    def _is_ours(self, folder: str, names: Collection[str]) -> bool:
+        """Return whether a manifest.json or a tree.json is one of ours."""
+        for name in {MANIFEST, TREE} & {*names}:
+            with contextlib.suppress(FileNotFoundError):
+                for piece in self._files.read(f"{folder}/{name}"):
+                    if OURS.match(piece.data[:200]):
+                        return True
+                    break
+        return False
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether a step has all files in their sizes, and is not damaged."""
+        for attempt in self._attempts(step)[:1]:
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                self._check(step, attempt)
+                return attempt.folder not in self._damaged
+        return False
+
+    def _check(self, step: int, attempt: _Attempt) -> None:
+        """Raise CheckpointError if the manifest or a size is wrong."""
+
+        def check_size(path: str, nbytes: int) -> None:
+            found = attempt.sizes.get(path.rpartition("/")[2])
+            if found is None:
+                raise CheckpointError(f"{path} is missing")
+            if found != nbytes:
+                words = f"{path} has {found} bytes, but {nbytes} were saved"
+                raise CheckpointError(words)
+
+        def open_fetched(path: str) -> Descriptor:
+            self._require(attempt, MANIFEST)
+            if (nbytes := attempt.sizes[MANIFEST]) > MANIFEST_BYTES_MAX:
+                words = f"{nbytes} bytes; {MANIFEST_BYTES_MAX} is the limit"
+                raise CheckpointError(f"{path} has {words}")
+            with open(os.memfd_create(MANIFEST), "wb", buffering=0) as file:
+                for piece in self._files.read(f"{attempt.folder}/{MANIFEST}"):
+                    file.write(piece.data)
+                return opened(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
+
+        read_manifest(f"{self.where}/{attempt.folder}", step, open_fetched, check_size)
+
+    def _require(self, attempt: _Attempt, name: str) -> None:
+        if name not in attempt.sizes:
+            words = "is missing: the copy is unfinished or damaged"
+            raise CheckpointError(f"{self.where}/{attempt.folder}/{name} {words}")
+
+    def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
+        """Fetch `files` of a step, and read them; again if they were replaced meanwhile."""
+        for _ in range(TRIES):
+            attempts = self._attempts(step)
+            if not attempts:
+                raise GoneError
+            attempt = attempts[0]
+            try:
+                with self._fetched(step, attempt, files) as held:
+                    return read(held)
+            except MovedError:
+                # Another program has removed the temporary folder.
+                continue
+            except (CheckpointError, OSError) as error:
+                if attempt not in self._attempts(step):
+                    continue
+                if isinstance(error, FileNotFoundError):
+                    error = CheckpointError(f"{self.where}/{attempt.folder}: {error}")
+                if is_lost(error):
+                    self._damaged.add(attempt.folder)
+                raise error from None
+        words = f"was replaced {TRIES} times while it was read"
+        raise CheckpointError(f"{self.where}/step-{step} {words}")
+
+    @contextlib.contextmanager
+    def _fetched(
+        self, step: int, attempt: _Attempt, files: Collection[str]
+    ) -> Iterator[Held]:
+        for name in FILES:
+            self._require(attempt, name)
+        make_folders(self._root)
+        # What a process of this host has left that was killed while it fetched a step.
+        remove_left(self._root, is_dead)
+        target = os.path.join(self._root, f"step-{step}")
+        with Unfinished(target, replace=True) as folder:
+            for name in FILES:
+                path = os.path.join(folder.path, name)
+                with File(path, "x") as file:
+                    if name not in files:
+                        # Not read, but its size is checked.
+                        os.truncate(path, attempt.sizes[name])
+                        continue
+                    at = 0
+                    for piece in self._files.read(f"{attempt.folder}/{name}"):
+                        default_handle().write(piece, file, at)
+                        at += len(piece)
+            with Held(folder.path, step) as held:
+                yield held
+
+    def take(self) -> None:
+        """Remember what is there: what another writer adds later is an error."""
+        if self._known is None:
+            every = [each for step in self.steps() for each in self._attempts(step)]
+            self._known = {each.folder for each in every}
+
+    def release(self) -> None:
+        """Do nothing: there are no locks."""
+
+    def _conflict(self, step: int) -> FileExistsError:
+        words = "another writer has copied or removed this step meanwhile"
+        return FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
+
+    def copy(self, step: int, copy: Copy) -> int:
+        """Copy a step into a folder of its own, then remove those that it replaces.
+
+        Raises FileExistsError if another writer has copied the same step meanwhile.
+        """
+        before = self._attempts(step)
+        known = self._known
+        assert known is not None, "take() comes first"
+        if any(each.number and each.folder not in known for each in before):
+            raise self._conflict(step)
+        number = 1 + max((each.number for each in before if each.complete), default=0)
+        unique = temporary_name(str(number))[1:].removesuffix(".nvmeio-tmp")
+        folder = f"step-{step}/{unique}"
+        known.add(folder)
+        try:
+            nbytes = copy(self._files.below(folder))
+        except BaseException:
+            # The error of the copy matters; what cannot be removed stays unfinished.
+            with contextlib.suppress(Exception):
+                for each in self._attempts(step):
+                    if each.folder == folder:
+                        self._remove(each)
+            raise
+        after = self._attempts(step)
+        mine = [each for each in after if each.folder == folder]
+        others = [each for each in after if each.complete and each.number >= number]
+        if others != mine or not mine or mine[0].sizes.keys() != set(FILES):
+            for each in mine:
+                self._remove(each)
+            raise self._conflict(step)
+        for each in after:
+            found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
+            dead = found is not None and is_dead(found)
+            if each.folder != folder and (each.complete or dead or not each.number):
+                self._remove(each)
+        return nbytes
+
+    @contextlib.contextmanager
+    def removing(self, step: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that removes all attempts at a step."""
+        attempts = self._attempts(step)
+        if not attempts:
+            raise GoneError
+
+        def remove() -> None:
+            for each in attempts:
+                self._remove(each)
+            self._files.remove_folder(f"step-{step}")
+
+        yield remove
+
+    def _remove(self, attempt: _Attempt) -> None:
+        # The manifest first, so that what is left never counts as complete.
+        for name in FILES:
+            if name in attempt.sizes:
+                self._files.remove(f"{attempt.folder}/{name}")
+        self._files.remove_folder(attempt.folder)

@@ -1,0 +1,459 @@
+"""Checkpointers beside strangers' folders, other writers, and damaged or far copies."""
+
+import os
+import shutil
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from children import Child
+from nvmeio._publish.folders import Unfinished
+from nvmeio.checkpoint import Checkpointer, CheckpointError, drain
+from nvmeio.checkpoint._places import Remote
+from nvmeio.checkpoint._restoring import Held
+
+fsspec = pytest.importorskip("fsspec")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
+
+FILES = ("manifest.json", "tree.json", "tensors.safetensors")
+
+
+class Shelf(MemoryFileSystem):
+    """An object store whose calls a test can watch."""
+
+    protocol = "shelf"
+    cachable = False
+    store: dict = {}  # noqa: RUF012
+    pseudo_dirs: list = [""]  # noqa: RUF012
+    watch = None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        path = path.removeprefix("shelf://").strip("/")
+        return f"/{path}" if path else ""
+
+    def _watched(self, name, path):
+        if Shelf.watch is not None:
+            Shelf.watch(name, path)
+
+    def _open(self, path, mode="rb", **options):
+        self._watched("open", path)
+        return super()._open(path, mode, **options)
+
+    def ls(self, path, detail=True, **options):
+        self._watched("ls", path)
+        return super().ls(path, detail, **options)
+
+    def rm_file(self, path):
+        self._watched("rm_file", path)
+        super().rm_file(path)
+
+
+fsspec.register_implementation("shelf", Shelf, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def shelf():
+    """The store of the URL shelf://, which is empty."""
+    Shelf.store.clear()
+    yield Shelf
+    Shelf.watch = None
+    Shelf.store.clear()
+
+
+@pytest.fixture(params=["folder", "store"])
+def far(request, tmp_path):
+    """Where the copies are."""
+    return tmp_path / "far" if request.param == "folder" else "shelf://bucket/run"
+
+
+def write(far, name, data):
+    """Write a file below the target of copies."""
+    if isinstance(far, str):
+        Shelf.store.clear() if data is None else Shelf().pipe_file(f"{far}/{name}", data)
+        return
+    (far / name).parent.mkdir(parents=True, exist_ok=True)
+    (far / name).write_bytes(data)
+
+
+def contents(far):
+    """Return the files below a folder or URL, by relative path."""
+    if isinstance(far, str):
+        root = Shelf._strip_protocol(far)
+        system = Shelf()
+        return {os.path.relpath(p, root): system.cat_file(p) for p in system.find(root)}
+    return {str(p.relative_to(far)): p.read_bytes() for p in far.rglob("*") if p.is_file()}
+
+
+def file_of(far, step, name):
+    """Return a function that removes a file of a copy."""
+    (found,) = (
+        each
+        for each in contents(far)
+        if each.startswith(f"step-{step}/") and each.endswith(name)
+    )
+    if isinstance(far, str):
+        return lambda: Shelf().rm_file(f"{far}/{found}")
+    return (far / found).unlink
+
+
+def save(root, far, *steps, **options):
+    """Save and copy steps, whose state is their number."""
+    with Checkpointer(root, drain_to=far, **options) as saver:
+        for step in steps:
+            saver.save(step, {"w": np.full(5000, step)})
+            saver.drained.result()
+
+
+def value(found):
+    """Return the number of a state, all of whose parts must agree."""
+    (one,) = set(found["w"].tolist())
+    return one
+
+
+# Strangers
+
+
+STRANGERS = {
+    "dcp": ({".metadata": b"x", "__0_0.distcp": b"y"}, "torch.distributed.checkpoint"),
+    "notes": ({"notes/precious.txt": b"x"}, "it has notes"),
+    "model": ({"tensors.safetensors": b"x", "config.json": b"y"}, "model files"),
+    "lone model": ({"tensors.safetensors": b"x"}, "model files"),
+    "other manifest": ({"manifest.json": b'{"format": "web"}'}, "it has manifest.json"),
+    "step and more": ({".metadata": b"x", "tree.json": b""}, "torch.distributed"),
+}
+
+
+@pytest.fixture(params=STRANGERS)
+def stranger(request):
+    """Files of another program, and what the error says about them."""
+    return STRANGERS[request.param]
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_a_strangers_folder_is_not_replaced_pruned_or_removed(tmp_path, stranger, way):
+    root = tmp_path / "run"
+    files, words = stranger
+    for name, data in files.items():
+        write(root, f"step-2/{name}", data)
+    with Checkpointer(root, keep=1) as saver:
+        for step in (1, 3, 4):
+            saver.save(step, {"w": np.full(5, step)})
+        with pytest.raises(FileExistsError, match=words) as told:
+            getattr(saver, way)(2, {"w": np.zeros(5)})
+        assert told.value.filename == str(root / "step-2")
+        with pytest.raises(FileExistsError, match=f"is not removed.*{words}"):
+            saver.remove(2)
+        assert saver.prune() == saver.cleanup() == []
+    assert contents(root / "step-2") == files
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_is_not_replaced(tmp_path, kind):
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "step-2"
+    path.write_bytes(b"x") if kind == "file" else path.symlink_to("elsewhere")
+    words = "it is not a folder" if kind == "file" else "it is a symbolic link"
+    with Checkpointer(tmp_path) as saver, pytest.raises(FileExistsError, match=words):
+        saver.save(2, {})
+    assert path.is_symlink() == (kind == "link")
+
+
+def test_a_step_with_a_strangers_file_stays(tmp_path):
+    save(tmp_path / "run", tmp_path / "far", 1)
+    for place in ("run", "far"):
+        (tmp_path / place / "step-1" / "notes.txt").write_text("precious")
+    save(tmp_path / "run", tmp_path / "far", 2, 3, keep=1)
+    for place in ("run", "far"):
+        assert sorted(p.name for p in (tmp_path / place).glob("step*")) == [
+            "step-1",
+            "step-3",
+        ]
+        with (
+            Checkpointer(tmp_path / place) as saver,
+            pytest.raises(FileExistsError, match=r"besides .* it has notes\.txt"),
+        ):
+            saver.save(1, {})
+
+
+def test_copies_leave_strangers_alone(tmp_path, far, stranger):
+    files, words = stranger
+    theirs = {f"step-{n}/{name}": files[name] for n in (5, 10, 99) for name in files}
+    theirs["step-10.backup/x"] = theirs["notes.txt"] = b"x"
+    for name, data in theirs.items():
+        write(far, name, data)
+    save(tmp_path / "a", far, 15, 16, keep=1)
+    save(tmp_path / "b", far, 17, keep=None)
+    assert theirs.items() <= contents(far).items()
+    if isinstance(far, str):
+        # An object store has room for both, beside each other.
+        with pytest.warns(RuntimeWarning, match="step 17 exists"):
+            save(tmp_path / "c", far, 10)
+        new = Checkpointer(tmp_path / "new", drain_to=far)
+        assert new.steps() == [10, 16, 17]
+        new.remove(10)
+        new.close()
+        assert theirs.items() <= contents(far).items()
+        return
+    saver = Checkpointer(tmp_path / "c", drain_to=far)
+    with pytest.warns(RuntimeWarning, match="step 17 exists"):
+        saver.save(10, {})
+    with pytest.raises(FileExistsError, match=words):
+        saver.drained.result()
+    with pytest.raises(FileExistsError):
+        saver.close()
+    assert theirs.items() <= contents(far).items()
+
+
+def test_a_folder_that_is_filled_during_a_save_comes_back(tmp_path, monkeypatch):
+    target = tmp_path / "step-1"
+    target.mkdir()
+    replace = Unfinished._replace
+    calls = []
+
+    def late(self, path, name):
+        if not calls:
+            (target / "notes.txt").write_text("precious")
+        calls.append(name)
+        replace(self, path, name)
+
+    monkeypatch.setattr(Unfinished, "_replace", late)
+    with (
+        Checkpointer(tmp_path) as saver,
+        pytest.raises(FileExistsError, match=r"notes\.txt"),
+    ):
+        saver.save(1, {})
+    assert contents(target) == {"notes.txt": b"precious"}
+    assert not [*tmp_path.glob(".step*")]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "other bytes"])
+def test_a_damaged_step_is_replaced(tmp_path, name, damage):
+    save(tmp_path, tmp_path / "far", 1)
+    for path in (tmp_path / "step-1" / name, tmp_path / "far" / "step-1" / name):
+        path.unlink() if damage == "missing" else path.write_bytes(b"?" * len(damage))
+    save(tmp_path, tmp_path / "far", 1)
+    for place in (tmp_path, tmp_path / "far"):
+        assert value(Checkpointer(place).restore()) == 1
+
+
+# Damaged and unreachable copies
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_copy_without_a_file_is_damaged(tmp_path, far, name):
+    save(tmp_path / "near", far, 10, 20)
+    file_of(far, 20, name)()
+    new = Checkpointer(tmp_path / "new", drain_to=far)
+    assert (new.steps(), new.latest()) == ([10], 10)
+    with pytest.warns(RuntimeWarning, match=f"step 20 is skipped: .*{name}.* is missing"):
+        assert value(new.restore()) == 10
+    file_of(far, 10, name)()
+    assert (new.steps(), new.latest()) == ([], None)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(CheckpointError, match="all 2 checkpoints"),
+    ):
+        new.restore()
+
+
+def test_a_file_that_vanishes_after_its_size_was_checked_is_damage(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "near") as saver:
+        for step in (1, 2):
+            saver.save(step, {"w": np.full(5, step)})
+    restore = Held.restore
+
+    def late(held, *values, **options):
+        if held.step == 2:
+            os.unlink(os.path.join(held.folder, "tensors.safetensors"))
+        return restore(held, *values, **options)
+
+    monkeypatch.setattr(Held, "restore", late)
+    with pytest.warns(RuntimeWarning, match=r"step 2 is skipped: .*tensors.* is missing"):
+        assert value(Checkpointer(tmp_path / "near").restore()) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("nobody answers"),
+        PermissionError("no key"),
+        TimeoutError(),
+        RuntimeError("of a client"),
+        OSError(5, "broken"),
+    ],
+)
+def test_no_step_is_found_only_if_the_copies_were_listed(tmp_path, shelf, error):
+    save(tmp_path / "near", "shelf://bucket/run", 1)
+
+    def fail(name, path):
+        raise error
+
+    shelf.watch = fail
+    near = Checkpointer(tmp_path / "near", drain_to="shelf://bucket/run")
+    new = Checkpointer(tmp_path / "new", drain_to="shelf://bucket/run")
+    for look, here in (("restore", None), ("latest", 1), ("steps", [1])):
+        with pytest.warns(RuntimeWarning, match="cannot be listed") as warned:
+            found = getattr(near, look)()
+        assert warned[0].filename == __file__
+        assert value(found) == 1 if look == "restore" else found == here
+        with pytest.warns(RuntimeWarning), pytest.raises(OSError) as told:  # noqa: PT011
+            getattr(new, look)()
+        assert not isinstance(told.value, FileNotFoundError)
+    shelf.watch = None
+    assert new.latest() == 1
+    empty = Checkpointer(tmp_path / "new", drain_to="shelf://other")
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        empty.restore()
+
+
+# Two writers
+
+
+def test_one_process_writes_to_a_folder_of_copies(tmp_path):
+    far = tmp_path / "far"
+    first = Checkpointer(tmp_path / "a", drain_to=far)
+    first.save(100, {"w": np.full(5000, 1)})
+    first.drained.result()
+    second = Checkpointer(tmp_path / "b", drain_to=far)
+    second.save(100, {"w": np.full(5000, 2)})
+    with pytest.raises(BlockingIOError, match="another writes checkpoints here: process"):
+        second.drained.result()
+    with pytest.raises(BlockingIOError):
+        second.close()
+    first.close()
+    assert value(Checkpointer(far).restore()) == 1
+
+
+def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", far, 1)
+    before = contents(far)
+
+    def fail(name, path):
+        if name == "open" and path.endswith("manifest.json") and "/step-2/" in path:
+            raise PermissionError(13, "no key", path)
+
+    shelf.watch = fail
+    with pytest.raises(PermissionError):
+        save(tmp_path / "near", far, 2)
+    assert contents(far) == before
+
+
+def test_a_copy_that_drain_made_at_a_url_is_read_and_replaced(tmp_path):
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", tmp_path / "far", 1)
+    drain(tmp_path / "near/step-1", f"{far}/step-1", last=("manifest.json",)).result()
+    new = Checkpointer(tmp_path / "new", drain_to=far)
+    assert new.steps() == [1]
+    assert value(new.restore()) == 1
+    save(tmp_path / "near", far, 1)
+    assert len(contents(far)) == len(FILES)
+    assert value(new.restore()) == 1
+
+
+def calls_of_a_copy(tmp_path, shelf):
+    """Return how many calls of the store one copy of a step makes."""
+    save(tmp_path / "count", "shelf://count/run", 100)
+    calls = []
+    shelf.watch = lambda *call: calls.append(call)
+    save(tmp_path / "count", "shelf://count/run", 100)
+    shelf.watch = None
+    return len(calls)
+
+
+def test_two_writers_of_a_store_never_mix(tmp_path, shelf):
+    """One writer is held at each of its calls of the store, while another copies."""
+    count = calls_of_a_copy(tmp_path, shelf)
+    assert count > 10
+    for number in range(count):
+        far = f"shelf://bucket-{number}/run"
+        save(tmp_path / f"before-{number}", far, 100)
+        one = Checkpointer(tmp_path / f"one-{number}", drain_to=far)
+        two = Checkpointer(tmp_path / f"two-{number}", drain_to=far)
+        for saver in (one, two):
+            assert saver.latest() == 100
+            saver._copies.place.take()
+            saver._begun = True
+        held, go_on, calls = threading.Event(), threading.Event(), []
+
+        def watch(*call, number=number, held=held, go_on=go_on, calls=calls):
+            calls.append(call)
+            if len(calls) == number + 1:
+                held.set()
+                go_on.wait()
+
+        shelf.watch = watch
+        one.save(100, {"w": np.full(5000, 1)})
+        while not (held.wait(0.001) or one.drained.done()):
+            pass
+        shelf.watch = None
+        two.save(100, {"w": np.full(5000, 2)})
+        second = two.drained.exception()
+        go_on.set()
+        first = one.drained.exception()
+        assert {type(first), type(second)} == {type(None), FileExistsError}
+        reader = Checkpointer(tmp_path / "reader", drain_to=far)
+        assert value(reader.restore()) == (2 if first else 1)
+        for saver in (one, two):
+            saver._copies.failure()
+            saver.close()
+
+
+# Readers
+
+
+def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path):
+    child = Child("restore_far_and_die", root=str(tmp_path))
+    child.process.wait()
+    assert child.process.returncode == -signal.SIGKILL
+    child.finish()
+    new = tmp_path / "new"
+    assert [*new.glob(".step-1.*")]
+    save(tmp_path / "other", "shelf://bucket/run", 1)
+    assert value(Checkpointer(new, drain_to="shelf://bucket/run").restore()) == 1
+    assert not [*new.iterdir()]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_copy_that_goes_while_it_is_read_is_no_error(
+    tmp_path, far, monkeypatch, replaced
+):
+    save(tmp_path / "near", far, 10, 20)
+    kind, name = (Remote, "read") if isinstance(far, str) else (Held, "restore")
+    original, done = getattr(kind, name), []
+
+    def late(self, *values, **options):
+        if not done and (kind is Held or values[0].endswith("tensors.safetensors")):
+            done.append(values)
+            if replaced:
+                save(tmp_path / "near", far, 20)
+            elif isinstance(far, str):
+                for each in FILES:
+                    file_of(far, 20, each)()
+            else:
+                shutil.rmtree(far / "step-20")
+        return original(self, *values, **options)
+
+    monkeypatch.setattr(kind, name, late)
+    new = Checkpointer(tmp_path / "new", drain_to=far)
+    assert value(new.restore()) == (20 if replaced else 10)
+    assert done
+
+
+@pytest.mark.parametrize("read", ["run", "far"])
+def test_remove_refuses_before_it_removes_anything(tmp_path, read):
+    save(tmp_path / "run", tmp_path / "far", 1)
+    before = contents(tmp_path)
+    with Checkpointer(tmp_path / "run", drain_to=tmp_path / "far") as saver:
+        with (
+            Held(str(tmp_path / read / "step-1"), 1),
+            pytest.raises(BlockingIOError, match="is being read"),
+        ):
+            saver.remove(1)
+        assert contents(tmp_path).keys() == before.keys()
+        saver.remove(1)
+        assert saver.steps() == []
