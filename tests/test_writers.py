@@ -279,6 +279,7 @@ IN_PLACE = {
 CACHES = {"TarDataset": (index_archive, None)}
 WRITERS = {**REPLACING, **IN_SHARDS, **IN_PLACE, **CACHES}
 LOCKING = {"Checkpointer.save", "Checkpointer.save_async", "ArrayFile.append", "offload"}
+LOCKING |= {"drain_to"}
 WITH_A_SOURCE = {"drain", "drain_to", "TarDataset"}
 ALL = set(WRITERS) - set(CACHES)
 RENAMING = {*REPLACING, *IN_SHARDS}

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
+from nvmeio._files.paths import naming
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
@@ -127,10 +128,13 @@ def not_ours(folder: str) -> str | None:
 
 def _is_ours(path: str) -> bool:
     try:
-        with open(path, "rb", opener=_regular) as file:
+        with naming(path), open(path, "rb", opener=_regular) as file:
             return OURS.match(file.read(200)) is not None
-    except OSError:
-        return False
+    except OSError as error:
+        # There is none, or it is a link, or a folder.
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            return False
+        raise
 
 
 def _regular(path: str, flags: int) -> int:
