@@ -278,8 +278,8 @@ IN_PLACE = {
 # What is only a cache: an error is logged.
 CACHES = {"TarDataset": (index_archive, None)}
 WRITERS = {**REPLACING, **IN_SHARDS, **IN_PLACE, **CACHES}
-LOCKING = {"Checkpointer.save", "Checkpointer.save_async", "ArrayFile.append", "offload"}
-LOCKING |= {"drain_to"}
+LOCKING = {"ArrayFile.append", "offload", "drain_to"}
+LOCKING |= {"Checkpointer.save", "Checkpointer.save_async"}
 WITH_A_SOURCE = {"drain", "drain_to", "TarDataset"}
 ALL = set(WRITERS) - set(CACHES)
 RENAMING = {*REPLACING, *IN_SHARDS}

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
+from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
@@ -128,17 +129,17 @@ def not_ours(folder: str) -> str | None:
 
 def _is_ours(path: str) -> bool:
     try:
-        with naming(path), open(path, "rb", opener=_regular) as file:
-            return OURS.match(file.read(200)) is not None
+        # What close(2) reports is no matter after reading.
+        with (
+            naming(path),
+            opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
+        ):
+            return OURS.match(os.read(descriptor, 200)) is not None
     except OSError as error:
         # There is none, or it is a link, or a folder.
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
             return False
         raise
-
-
-def _regular(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def require_ours(folder: str, found: str | None = None, doing: str = "replaced") -> None:
