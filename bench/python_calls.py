@@ -6,7 +6,9 @@ not counted.  The operations are warm: each was done twice before.
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,11 +20,11 @@ PACKAGE = str(Path(nvmeio.__file__).parent)
 TENSORS = 10
 
 
-def count(call):
+def count(call: Callable[[], Any]) -> tuple[int, int]:
     """Return how many functions of the package a call calls, and in how many files."""
-    calls = []
+    calls: list[str] = []
 
-    def see(frame, event, _):
+    def see(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             calls.append(frame.f_code.co_filename)
 
@@ -34,7 +36,7 @@ def count(call):
     return len(calls), len(set(calls))
 
 
-def operations(folder):
+def operations(folder: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what is counted, by name."""
     tensors = {f"t{number}": torch.zeros(1000) for number in range(TENSORS)}
     path, numbers = f"{folder}/model", iter(range(1, 100))
@@ -48,7 +50,7 @@ def operations(folder):
     yield "nvmeio.load", lambda: nvmeio.load(array)
 
 
-def main():
+def main() -> None:
     """Print the table."""
     print(f"| with {TENSORS} tensors of 4,000 bytes | calls | files |\n|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="nvmeio-bench-") as folder:
