@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import importlib
 import inspect
 import os
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+import nvmeio
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -536,6 +538,18 @@ def test_staged_memory_is_returned_to_the_pool(tmp_path):
     assert found["held"] == [True] * 3
     assert found["given back"] == [True] * 3
     assert found["right"]
+
+
+def test_no_memory_is_held_after_a_save(tmp_path):
+    """Otherwise a second save would need as much again."""
+    writer = FileSystemWriter(tmp_path)
+    before = nvmeio.pool_stats()["bytes_used"]
+    gc.disable()
+    try:
+        dcp.save({"a": torch.ones(1000)}, storage_writer=writer, no_dist=True)
+        assert nvmeio.pool_stats()["bytes_used"] == before
+    finally:
+        gc.enable()
 
 
 def test_a_lazy_conjugate_is_resolved_when_staged():

@@ -23,36 +23,41 @@ def saving_with(**options: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Noting:
-    """A file object that remembers the first error of its reads and writes."""
+    """A file object that remembers the errors of its reads and writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.error: OSError | MemoryError | None = None
+        self.errors: list[OSError | MemoryError] = []
+        # Not of this object, which would then hold itself, and the stream's memory, until
+        # the garbage collector runs.
         for name in ("read", "readinto", "write"):
-            setattr(self, name, self._noted(getattr(stream, name)))
+            setattr(self, name, _noted(getattr(stream, name), self.errors))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def noted(*arguments: Any) -> Any:
-            try:
-                return call(*arguments)
-            except (OSError, MemoryError) as error:
-                self.error = self.error or error
-                raise
 
-        return noted
+def _noted(
+    call: Callable[..., Any], errors: list[OSError | MemoryError]
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def noted(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (OSError, MemoryError) as error:
+            errors.append(error)
+            raise
+
+    return noted
 
 
 @contextlib.contextmanager
 def errors_of(stream: Any) -> Iterator[_Noting]:
-    """Raise the error of a file object, where torch replaces it by another."""
+    """Raise the first error of a file object, where torch replaces it by another."""
     noting = _Noting(stream)
     try:
         yield noting
     except Exception:
-        if noting.error is not None:
-            raise noting.error from None
+        if noting.errors:
+            raise noting.errors[0] from None
         raise
