@@ -70,6 +70,10 @@ _MALFORMED = (
 )
 
 
+class _TooLongError(ValueError):
+    """A header is longer than numpy reads by default."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout of an array in a file."""
@@ -104,6 +108,9 @@ def read_layout(file: File, *, shared: bool) -> Layout:
         extents = extents_of(shape)
         check_element(dtype)
         check_extents(extents, dtype)
+    except _TooLongError as error:
+        words = "numpy.load(max_header_size=...) reads longer ones, if you trust the file"
+        raise ValueError(f"{file.path!r} {error}; {words}") from None
     except _MALFORMED as error:
         if head.getvalue().startswith(b"PK\3\4"):
             raise ValueError(
@@ -143,14 +150,14 @@ def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[An
     # A malformed length must not make us allocate gigabytes.
     most = _HEADER_BYTES_MAX * character_bytes_max
     if length > most:
-        raise ValueError(f"its header has {length} bytes; the limit is {most}")
+        raise _TooLongError(f"has a header of {length} bytes; the limit is {most}")
     encoded = stream.read(length)
     if len(encoded) != length:
         raise ValueError(f"it ends within its header, of {length} bytes")
     header = encoded.decode(encoding)
     if len(header) > _HEADER_BYTES_MAX:
-        raise ValueError(
-            f"its header has {len(header)} characters; the limit is {_HEADER_BYTES_MAX}"
+        raise _TooLongError(
+            f"has a header of {len(header)} characters; the limit is {_HEADER_BYTES_MAX}"
         )
     for _ in range(_PARSES_MAX - 1):
         with contextlib.suppress(SystemError):
