@@ -1,6 +1,5 @@
 """Requests in flight, of a bounded number of bytes."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -96,8 +95,12 @@ class Pending:
         for request in self._requests:
             request.cancel()
         for request in self._requests:
-            with contextlib.suppress(Exception):
+            try:
                 request.exception()
+            except Exception as error:
+                # The request keeps it, so it must not keep what goes on here: the error
+                # that this abandons for, and with it files and folders to be removed.
+                error.with_traceback(None).__context__ = None
 
     def __enter__(self) -> "Self":
         return self
