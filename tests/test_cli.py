@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import types
 from pathlib import Path
@@ -310,8 +311,21 @@ def test_a_second_signal_does_not_interrupt_the_cleanup(made_up, second):
     assert cleaned == ["everything"]
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", cli.ENDING)
-def test_a_signal_counts_where_python_drops_its_exception(made_up, number):
+def test_a_signal_counts_where_python_drops_its_exception(
+    made_up, number, early, monkeypatch
+):
+    class Early(threading.Thread):
+        def start(self):
+            # The hook that is told of the exception is still running.
+            signal.raise_signal(number)
+            super().start()
+            signal.raise_signal(number)
+
+    if early:
+        monkeypatch.setattr(threading, "Thread", Early)
+
     class Loses:
         def __del__(self):
             signal.raise_signal(number)

@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 import nvmeio
 from nvmeio._cli.arguments import CommandError, Parser, UsageError, hyphenated, sentence
@@ -57,7 +58,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # For so long after one of them, further ones are ignored.
 CLEANUP_S = 10.0
 _ended_s = -math.inf
-_ended_by = 0
+# Whether a signal is sent again, because Python has dropped its exception.
+_coming = threading.Event()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
         sys.unraisablehook = hook
+        _coming.clear()
 
 
 def _run(options: Namespace, terminal: Terminal) -> int:
@@ -138,14 +141,21 @@ def _flush_or_drop() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
+def _end(number: int, frame: FrameType | None) -> None:
     """End by an exception, so that everything is cleaned up."""
-    global _ended_s, _ended_by
+    global _ended_s
+    while frame is not None:
+        if frame.f_code is _end_again.__code__:
+            # An exception would be dropped here too.
+            _end_later(number)
+            return
+        frame = frame.f_back
     # A second signal must not interrupt the cleanup, but may if that takes long.
     now_s = time.monotonic()
     if now_s - _ended_s < CLEANUP_S:
         return
-    _ended_s, _ended_by = now_s, number
+    _ended_s = now_s
+    _coming.clear()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -154,14 +164,28 @@ def _end(number: int, _frame: FrameType | None) -> None:
 def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
     """Raise again what Python drops in a destructor or a callback of a weak reference."""
     global _ended_s
-    if not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+    error = dropped.exc_value
+    if isinstance(error, KeyboardInterrupt | SystemExit) and _ended_s > -math.inf:
+        _ended_s = -math.inf
+        _end_later(signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code)
+    else:
         sys.__unraisablehook__(dropped)
-        return
-    _ended_s = -math.inf
-    # Later, because this too is called in the destructor.
-    again = threading.Timer(0.01, os.kill, (os.getpid(), _ended_by))
-    again.daemon = True
-    again.start()
+
+
+def _end_later(number: Any) -> None:
+    """Have the signal of a number, or of an exit status, come until it is heeded."""
+    if not _coming.is_set():
+        _coming.set()
+        number = number - 128 if number > 128 else number
+        threading.Thread(target=_send, args=(number,), daemon=True).start()
+
+
+def _send(number: int) -> None:
+    while True:
+        time.sleep(0.01)
+        if not _coming.is_set():
+            return
+        os.kill(os.getpid(), number)
 
 
 def _parser() -> Parser:
