@@ -58,8 +58,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # For so long after one of them, further ones are ignored.
 CLEANUP_S = 10.0
 _ended_s = -math.inf
-# Whether a signal is sent again, because Python has dropped its exception.
-_coming = threading.Event()
+# Unset while a signal is sent again, because Python has dropped its exception.
+_heeded = threading.Event()
+_heeded.set()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
         sys.unraisablehook = hook
-        _coming.clear()
+        _heeded.set()
 
 
 def _run(options: Namespace, terminal: Terminal) -> int:
@@ -155,7 +156,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     if now_s - _ended_s < CLEANUP_S:
         return
     _ended_s = now_s
-    _coming.clear()
+    _heeded.set()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
@@ -174,17 +175,15 @@ def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
 
 def _end_later(number: Any) -> None:
     """Have the signal of a number, or of an exit status, come until it is heeded."""
-    if not _coming.is_set():
-        _coming.set()
+    global _heeded
+    if _heeded.is_set():
+        _heeded = threading.Event()
         number = number - 128 if number > 128 else number
-        threading.Thread(target=_send, args=(number,), daemon=True).start()
+        threading.Thread(target=_send, args=(number, _heeded), daemon=True).start()
 
 
-def _send(number: int) -> None:
-    while True:
-        time.sleep(0.01)
-        if not _coming.is_set():
-            return
+def _send(number: int, heeded: threading.Event) -> None:
+    while not heeded.wait(0.01):
         os.kill(os.getpid(), number)
 
 
