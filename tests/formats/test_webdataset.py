@@ -60,9 +60,11 @@ def test_samples_equal_webdatasets(tmp_path):
 
 @pytest.mark.parametrize("kind", ["ustar", "gnu", "pax"])
 def test_file_names_are_split_as_webdataset_splits_them(tmp_path, kind):
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w", format=getattr(tarfile, f"{kind.upper()}_FORMAT")) as file:
-        for number, name in enumerate(NAMES):
+    form, paths = getattr(tarfile, f"{kind.upper()}_FORMAT"), []
+    # One archive for each name, because some are of one sample.
+    for number, name in enumerate(NAMES):
+        paths.append(tmp_path / f"{number:04}.tar")
+        with tarfile.open(paths[-1], "w", format=form) as file:
             info = tarfile.TarInfo(name)
             info.size = 300 * number
             info.mtime = 0.5 if number % 2 and kind == "pax" else 1
@@ -75,9 +77,19 @@ def test_file_names_are_split_as_webdataset_splits_them(tmp_path, kind):
                         "a.jpg" * 30 if kind != "ustar" else "a",
                     )
                     file.addfile(info)
-    expected = their_samples([path])
+    expected = their_samples(paths)
     assert len(expected) > 20
-    assert our_samples([path]) == expected
+    assert our_samples(paths) == expected
+
+
+def test_a_sample_of_which_webdataset_yields_parts_is_refused(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for name in ("a.jpg", "b.jpg", "a.cls"):
+            file.addfile(tarfile.TarInfo(name))
+    assert [sample["__key__"] for sample in their_samples([path])] == ["a", "b", "a"]
+    with pytest.raises(ValueError, match="sample 'a' at two places"):
+        our_samples([path])
 
 
 def test_archives_that_webdataset_refuses_are_refused(tmp_path):
