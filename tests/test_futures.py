@@ -17,7 +17,7 @@ import pytest
 
 import nvmeio
 from children import run_child
-from helpers import ENGINES, PAGE, SLOW, Guarded, no_descriptors, pattern, plugged
+from helpers import DEPTH, ENGINES, PAGE, SLOW, Guarded, no_descriptors, pattern, plugged
 from mounts import SLOW_PLACES
 from nvmeio._events.listener import Listener
 
@@ -114,7 +114,8 @@ class TestAwait:
             reads = [start(handle, index) for index in range(2000)]
             before = task_count(), threading.active_count()
             got = await asyncio.gather(*(request for request, _ in reads))
-            assert task_count() <= before[0]
+            # Those of the engine may begin late, one for each block of the queue.
+            assert task_count() <= before[0] + DEPTH
             assert threading.active_count() <= before[1]
             assert got == [PAGE] * 2000
             for index, (_, guarded) in enumerate(reads):

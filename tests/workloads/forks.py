@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import nvmeio
@@ -80,6 +81,10 @@ def fork_unused(folder, engine):
     def child(end):
         end(handles[0])
         atexit._run_exitfuncs()
+        # A thread of Python is joined a moment before it ends.
+        deadline = time.monotonic() + 10
+        while thread_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert thread_count() == 1
 
     ends = {
