@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -75,11 +76,16 @@ def gated(monkeypatch, where, name):
     return gate
 
 
+def raised(error):
+    """Raise an error, also in a lambda."""
+    raise error
+
+
 @pytest.fixture
 def no_room(monkeypatch):
     """Make saves fail with the returned error until the patch is undone."""
     broken = OSError(errno.EIO, "broken")
-    monkeypatch.setattr(_saving, "reserve", lambda *_: (_ for _ in ()).throw(broken))
+    monkeypatch.setattr(_saving, "reserve", lambda *_: raised(broken))
     return broken
 
 
@@ -285,6 +291,34 @@ class TestDamage:
                 with pytest.raises(CheckpointError, match=words):
                     careful.restore(2, **options)
 
+    @pytest.mark.parametrize("options", [{}, {"names": ["weights"]}])
+    def test_a_new_time_alone_is_no_damage(self, checkpointer, root, monkeypatch, options):
+        """As touch(1) sets it, each time that the file is read; other bytes are damage."""
+        path, change = root / "step-2" / "tensors.safetensors", os.utime
+        read = _restoring._read
+
+        def touched(*arguments):
+            if "step-2" in arguments[0].path:
+                change(path)
+            return read(*arguments)
+
+        monkeypatch.setattr(_restoring, "_read", touched)
+        for again in (None, 2):
+            found = checkpointer.restore(again, **options)["weights"]
+            assert np.array_equal(found[3], state_of(2)["weights"][3])
+        assert checkpointer.latest() == 2
+        change = functools.partial(flip, at=500_000)
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped: .*is damaged"):
+            checkpointer.restore(**options)
+
+    def test_an_error_of_progress_is_not_the_steps(self, checkpointer):
+        """Such as EIO, with which print() fails when the terminal is gone."""
+        hung_up = OSError(errno.EIO, "hung up")
+        with pytest.raises(OSError, match="hung up") as raised_first:
+            checkpointer.verify(2, progress=lambda done, total: raised(hung_up))
+        assert raised_first.value is hung_up
+        assert checkpointer.steps() == [1, 2]
+
     def test_errors_of_skipped_steps_do_not_keep_what_was_read(self, root):
         """Otherwise each damaged step would cost the memory of a whole state."""
         with Checkpointer(root, verify="checksum", keep=None) as checkpointer:
@@ -421,14 +455,14 @@ class TestDamage:
     def test_only_damage_makes_restore_take_an_older_step(
         self, checkpointer, monkeypatch, code
     ):
-        opened, lost = _restoring.ModelFile, code not in ("EMFILE", "EACCES")
+        opened, lost = _restoring.StepFile, code not in ("EMFILE", "EACCES")
 
         def refused(path):
             if "step-2" in path:
                 raise OSError(getattr(errno, code), "refused")
             return opened(path)
 
-        monkeypatch.setattr(_restoring, "ModelFile", refused)
+        monkeypatch.setattr(_restoring, "StepFile", refused)
         if lost:
             with pytest.warns(RuntimeWarning, match="step 2 is skipped: .*refused"):
                 assert same(checkpointer.restore(), state_of(1))
@@ -553,26 +587,86 @@ class TestAsync:
             checkpointer.close()
             assert checkpointer.steps() == ([1, 2] if busy == "wait" else [1])
 
-    @pytest.mark.parametrize("teller", ["save", "save_async", "close", "with"])
+    @pytest.mark.parametrize("teller", ["save", "save_async", "remove", "close", "with"])
     def test_an_error_is_raised_by_the_next_call(self, root, no_room, monkeypatch, teller):
+        """Which does its work first: a final save() must not be lost to an old error."""
         checkpointer = Checkpointer(root)
+        if teller == "remove":
+            monkeypatch.undo()
+            checkpointer.save(3, 3)
+            monkeypatch.setattr(_saving, "reserve", lambda *_: raised(no_room))
         future = checkpointer.save_async(2, 2)
         checkpointer._last._over.wait()
         monkeypatch.undo()
-        arguments = (3, 3) if teller.startswith("save") else ()
+        arguments = {"save": (3, 3), "save_async": (3, 3), "remove": (3,), "close": ()}
         call = checkpointer.__exit__ if teller == "with" else getattr(checkpointer, teller)
-        with pytest.raises(OSError, match="broken"):
-            call(*(arguments or ((None,) * 3 if teller == "with" else ())))
-        assert checkpointer.steps() == []
+        with pytest.raises(OSError, match="broken") as raised_first:
+            call(*arguments.get(teller, (None,) * 3))
+        if teller in ("save", "save_async", "remove") and sys.version_info >= (3, 11):
+            assert "this is the error of step 2; " in raised_first.value.__notes__[0]
         # After close() another Checkpointer may write to the root, in spite of the error.
-        if not teller.startswith("save"):
+        if teller in ("close", "with"):
             with Checkpointer(root) as other:
                 other.save(1, 1)
         assert future.exception() is no_room
         # The error is reported once.
-        if teller.startswith("save"):
-            checkpointer.save(3, 3)
+        if teller not in ("close", "with"):
+            checkpointer.save(4, 4)
         checkpointer.close()
+        kept = {"save": [3, 4], "save_async": [3, 4], "remove": [4]}
+        assert checkpointer.steps() == kept.get(teller, [1])
+
+    def test_an_error_outlives_a_save_that_fails_too(self, root, monkeypatch):
+        with Checkpointer(root) as checkpointer:
+            first, second = OSError(errno.EIO, "first"), OSError(errno.EIO, "second")
+            monkeypatch.setattr(_saving, "reserve", lambda *_: raised(first))
+            checkpointer.save_async(1, 1)
+            checkpointer._last._over.wait()
+            monkeypatch.setattr(_saving, "reserve", lambda *_: raised(second))
+            with pytest.raises(OSError, match="second"):
+                checkpointer.save(2, 2)
+            monkeypatch.undo()
+            with pytest.raises(OSError, match="first"):
+                checkpointer.save(3, 3)
+            assert checkpointer.steps() == [3]
+
+    @pytest.mark.parametrize("asked", [False, True])
+    def test_python_fails_at_exit_if_nobody_has_heard_of_an_error(self, tmp_path, asked):
+        """Of saves, of copies to drain_to, and of drain()."""
+        program = """
+import nvmeio.checkpoint, os, pathlib, sys
+pathlib.Path("file").touch()
+os.mkdir("folder")
+saver = nvmeio.checkpoint.Checkpointer("run", drain_to="file/far")
+saver.save(1, 1)
+futures = [saver.drained, nvmeio.checkpoint.drain("folder", "file/elsewhere")]
+nvmeio.checkpoint._saving.reserve = None
+other = nvmeio.checkpoint.Checkpointer("other")
+futures.append(other.save_async(2, {}))
+del saver, other
+print("the end")
+if sys.argv[1] == "True":
+    for each in futures:
+        each.exception()
+"""
+        command = [sys.executable, "-W", "ignore", "-c", program, str(asked)]
+        found = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert found.stdout == "the end\n"
+        if asked:
+            assert (found.returncode, found.stderr) == (0, "")
+            return
+        assert found.returncode == 120
+        lines = sorted(found.stderr.splitlines())
+        patterns = [
+            r"nvmeio: /.*/folder was not copied to /.*/file/elsewhere: .*",
+            r"nvmeio: step 1 was not copied: \[Errno 20\] .*",
+            r"nvmeio: step 2 was not saved: 'NoneType' object is not callable",
+        ]
+        assert len(lines) == len(patterns)
+        for line, pattern in zip(lines, patterns, strict=True):
+            assert re.fullmatch(pattern + r" \(no call has raised this\)", line)
 
     @pytest.mark.parametrize("how", ["result", "exception"])
     def test_an_error_that_was_retrieved_is_not_raised_again(
@@ -1072,6 +1166,21 @@ class TestLocks:
             os.close(descriptor)
             assert checkpointer.prune() == [1]
 
+    def test_a_lock_of_whoever_may_read_stops_nobody(self, root):
+        """And nobody else may read, and so lock, the file of the writer's lock."""
+        with Checkpointer(root, keep=1) as checkpointer:
+            checkpointer.save(1, state_of(1))
+            with open(root / "step-1" / "manifest.json") as manifest:
+                fcntl.flock(manifest, fcntl.LOCK_EX)
+                assert checkpointer.latest() == 1
+                assert same(checkpointer.restore(), state_of(1))
+                checkpointer.verify(1)
+                checkpointer.save(2, 2)
+                # It counts as being read.
+                assert checkpointer.steps() == [1, 2]
+            assert checkpointer.prune() == [1]
+            assert (root / ".nvmeio-lock").stat().st_mode & 0o777 == 0o600
+
     def test_a_restore_keeps_its_step(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, state_of(1))
@@ -1099,14 +1208,14 @@ class TestLocks:
         self, checkpointer, monkeypatch
     ):
         checkpointer.save(1, state_of(1))
-        opened = _restoring.ModelFile
+        opened = _restoring.StepFile
 
         def open_late(path):
             monkeypatch.undo()
             checkpointer.save(1, state_of(2))
             return opened(path)
 
-        monkeypatch.setattr(_restoring, "ModelFile", open_late)
+        monkeypatch.setattr(_restoring, "StepFile", open_late)
         assert same(checkpointer.restore(1), state_of(2))
 
 

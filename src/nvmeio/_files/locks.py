@@ -79,6 +79,7 @@ class WriterLock(_Lock):
                 if not _is_of_a_lock(made.number):
                     words = f"it is not a file of {self.owner}"
                     raise OSError(errno.EINVAL, words)
+                _hide_from_readers(made.number)
                 _lock(made.number, self.doing)
             except BaseException:
                 made.close()
@@ -113,6 +114,21 @@ def _lock(descriptor: int, doing: str) -> None:
     text = f"{_HOLDER} {os.getpid()} on {socket.gethostname()}, since {since}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
+
+
+def _hide_from_readers(descriptor: int) -> None:
+    """Let only those read a lock's file who may write it.
+
+    Whoever may read a file may also lock it, and would keep the writer away.
+    """
+    found = os.fstat(descriptor)
+    may_write = found.st_mode & 0o222
+    if (
+        found.st_uid == os.geteuid()
+        and stat.S_IMODE(found.st_mode) & 0o444 != may_write << 1
+    ):
+        with best_effort():
+            os.fchmod(descriptor, may_write | may_write << 1)
 
 
 def _refuse_without_locks(error: OSError) -> None:

@@ -18,7 +18,7 @@ from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.paths import absolute
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
-from nvmeio.checkpoint._errors import GoneError
+from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._futures import SaveFuture
 from nvmeio.checkpoint._manifest import TREE
@@ -157,6 +157,8 @@ class Checkpointer:
         self._within = False
         self._staging = Staging()
         self._last: SaveFuture | None = None
+        # Earlier saves, of which some may have failed without a word.
+        self._ended: list[SaveFuture] = []
         self._begun = False
         self._copies: Copies | None = None
         if self.drain_to is not None:
@@ -216,7 +218,7 @@ class Checkpointer:
             A signal handler called this during another call of the same thread.
         Exception
             An earlier ``save_async`` failed, and its error has not been retrieved.  It is
-            raised here, and this call saves nothing.
+            raised here once the state of this call is saved; its note says so.
 
         Warns
         -----
@@ -234,7 +236,9 @@ class Checkpointer:
             plan = self._plan(step, state, metadata)
             self._await_last()
             self._begin(plan.step)
-            return self._carry_out(plan, None)
+            path = self._carry_out(plan, None)
+            self._tell(f"{path} was saved nevertheless")
+            return path
 
     # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
     # check for None.
@@ -264,8 +268,10 @@ class Checkpointer:
             Not enough memory for the copy; the message says how much is needed and free.
         RuntimeError
             An earlier ``save_async`` is in progress, and `busy` is "raise".
-        TypeError, ValueError, OSError, Exception
+        TypeError, ValueError, OSError
             As ``save``.
+        Exception
+            As ``save``, once the save of this call has begun, which goes on.
 
         Notes
         -----
@@ -315,20 +321,37 @@ class Checkpointer:
                 # No thread can be started.
                 self._last = None
                 raise
+            self._tell(f"the save of step {plan.step} goes on nevertheless")
             return future
 
     def _plan(self, step: int, state: Any, metadata: Any) -> Plan:
         return Plan(step_of(step), state, metadata, self.checksum)
 
     def _await_last(self) -> None:
-        """Wait for the previous save, and raise its error unless it was retrieved."""
-        last = self._last
+        """Wait for the previous save; ``_tell`` raises its error."""
+        last, self._last = self._last, None
         if last is None:
             return
-        last._over.wait()
-        self._last = None
-        if not last._retrieved and not last.cancelled():
-            last.result()
+        try:
+            last._over.wait()
+        except BaseException:
+            # Ctrl-C.
+            self._last = last
+            raise
+        self._ended.append(last)
+
+    def _tell(self, words: str | None = None) -> None:
+        """Raise the error of an earlier save that nobody has retrieved, with a note."""
+        ended, self._ended = self._ended, []
+        for number, each in enumerate(ended):
+            # The callbacks of the future run after it is over.
+            if not each.cancelled() and not each.retrieved and each.exception() is not None:
+                self._ended = ended[number + 1 :]
+                failed = each.exception()
+                assert failed is not None
+                if words is not None and hasattr(failed, "add_note"):
+                    failed.add_note(f"this is the error of step {each.step}; {words}")
+                raise failed
 
     def _begin(self, step: int) -> None:
         """Create and lock the root, and remove unfinished folders of dead processes."""
@@ -384,7 +407,7 @@ class Checkpointer:
         if not future.staged.done():
             future.staged.set_exception(failed)
         if future._begun():
-            future.set_exception(failed)
+            future.fail(failed, f"step {plan.step} was not saved")
 
     def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
         target = self._steps.root.folder(plan.step)
@@ -599,14 +622,24 @@ class Checkpointer:
         >>> checkpointer.close()
         """
 
+        def told(done: int, total: int) -> None:
+            try:
+                if progress is not None:
+                    progress(done, total)
+            except Exception as error:
+                raise CallbackError(error) from None
+
         def read(held: Held) -> None:
-            held.verify(progress)
+            held.verify(told)
             held.metadata()
 
         check_progress(progress)
         step = step_of(step)
         try:
             self._steps.root.read(step, read)
+        except CallbackError as error:
+            # Not the file's, even if it is the EIO of a terminal that is gone.
+            raise error.of_callback from None
         except GoneError:
             raise self._steps.missing(step) from None
         self._steps.root.forget_damage(step)
@@ -652,6 +685,7 @@ class Checkpointer:
                 if stopped and self._copies is not None and os.path.lexists(folder):
                     self._copies.begin(step, folder)
                 raise
+            self._tell(f"step {step} was removed nevertheless")
 
     def _remove(self, step: int) -> None:
         """Remove a step and its copy, or raise before either is changed."""
@@ -755,6 +789,7 @@ class Checkpointer:
             self._closed = True
             try:
                 self._await_last()
+                self._tell()
             finally:
                 if self._copies is not None:
                     self._copies.wait()

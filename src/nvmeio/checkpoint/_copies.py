@@ -10,6 +10,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.kinds import MANIFEST
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
+from nvmeio.checkpoint._futures import ToldFuture
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import Root, StepPlace, prune
@@ -33,18 +34,18 @@ class Copies:
         self.place: StepPlace = Root(path) if path is not None else Store(files, root)
         self._kept = kept
         self._mutex = threading.Lock()
-        self._waiting: tuple[int, str, Future[int]] | None = None
+        self._waiting: tuple[int, str, ToldFuture[int]] | None = None
         self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._failed: ToldFuture[int] | None = None
         # The step that is being copied, and the drain of its files once it has begun.
         self._current: int | None = None
         self._drain: tuple[int, Future[int]] | None = None
         # The copy that was requested last; its result is its size in bytes.
-        self.latest: Future[int] | None = None
+        self.latest: ToldFuture[int] | None = None
 
     def begin(self, step: int, folder: str) -> None:
         """Copy a complete step in the background; replace one that has not been started."""
-        future: Future[int] = Future()
+        future: ToldFuture[int] = ToldFuture()
         with self._mutex:
             before, self._waiting = self._waiting, (step, folder, future)
             self.latest = future
@@ -86,8 +87,8 @@ class Copies:
                 future.set_exception(error)
             except BaseException as error:
                 _log.error("step %d was not copied: %s", step, error)
-                self._failed = error
-                future.set_exception(error)
+                self._failed = future
+                future.fail(error, f"step {step} was not copied")
             else:
                 future.set_result(nbytes)
 
@@ -123,7 +124,7 @@ class Copies:
     def failure(self) -> BaseException | None:
         """Return the error of a failed copy, once; None if there is none."""
         failed, self._failed = self._failed, None
-        return failed
+        return None if failed is None else failed.exception()
 
     def cancel(self, step: int) -> bool:
         """Stop copying a step, and return whether it was waiting or being copied."""

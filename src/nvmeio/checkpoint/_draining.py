@@ -22,6 +22,7 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._publish.names import final_name, short_name
 from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._futures import ToldFuture
 from nvmeio.checkpoint._places import (
     Bytes,
     Place,
@@ -167,7 +168,7 @@ class Drain:
                 raise ValueError(
                     f"last has {pattern!r}, which matches no file in {self.source!r}"
                 )
-        self.future: Future[int] = Future()
+        self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
         self._last_removed = False
         # Largest first, so that no thread is left with a large one at the end.
@@ -280,7 +281,8 @@ class Drain:
         if self._failed is None:
             self.future.set_result(sum(self.sizes.values()))
         elif self.future.running() or self.future.set_running_or_notify_cancel():
-            self.future.set_exception(self._failed)
+            where = self.place.root
+            self.future.fail(self._failed, f"{self.source} was not copied to {where}")
 
     def _copy(self, name: str) -> None:
         self._try(name, functools.partial(self._copy_once, name))

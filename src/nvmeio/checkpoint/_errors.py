@@ -2,7 +2,14 @@
 
 import errno
 
-__all__ = ["CheckpointError", "GoneError", "MovedError", "NotDamagedError", "is_lost"]
+__all__ = [
+    "CallbackError",
+    "CheckpointError",
+    "GoneError",
+    "MovedError",
+    "NotDamagedError",
+    "is_lost",
+]
 
 
 class CheckpointError(Exception):
@@ -34,6 +41,14 @@ class MovedError(Exception):
     """A step was removed or replaced while it was read."""
 
 
+class CallbackError(Exception):
+    """A function of the caller has raised; says nothing about the step."""
+
+    def __init__(self, of_callback: Exception) -> None:
+        super().__init__(str(of_callback))
+        self.of_callback = of_callback
+
+
 class NotDamagedError(CheckpointError):
     """The step may be intact, but cannot be read or checked as asked.
 
@@ -50,4 +65,4 @@ def is_lost(error: Exception) -> bool:
     """Return whether an error means that a step is damaged or gone."""
     if isinstance(error, OSError):
         return error.errno in _LOST
-    return not isinstance(error, NotDamagedError)
+    return not isinstance(error, (NotDamagedError, CallbackError))

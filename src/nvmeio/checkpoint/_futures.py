@@ -1,13 +1,97 @@
-"""``SaveFuture``: a save in progress."""
+"""Futures of saves and copies, whose errors are told at exit if nobody has asked."""
 
+import atexit
+import itertools
 import pathlib
+import sys
 import threading
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
-__all__ = ["SaveFuture"]
+from nvmeio._events.forks import call_in_child
+
+__all__ = ["SaveFuture", "ToldFuture"]
+
+_Result = TypeVar("_Result")
+
+# What has failed, in words, and nobody knows yet.
+_untold: dict[int, str] = {}
+_numbers = itertools.count()
+call_in_child(_untold.clear)
 
 
-class SaveFuture(Future[pathlib.Path]):
+class ToldFuture(Future[_Result]):
+    """A Future whose error is told when Python exits, unless ``retrieved`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = next(_numbers)
+        self._failure: BaseException | None = None
+        self.retrieved = False
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Set the error of `what`, such as "step 3 was not saved"."""
+        self._failure = error
+        _untold[self._number] = f"{what}: {error or repr(error)}"
+        self.set_exception(error)
+
+    def _retrieve(self) -> None:
+        self.retrieved = True
+        _untold.pop(self._number, None)
+
+    def result(self, timeout: float | None = None) -> _Result:
+        """Return the result, or raise the error."""
+        try:
+            return super().result(timeout)
+        except BaseException as error:
+            if error is self._failure:
+                self._retrieve()
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, or None."""
+        found = super().exception(timeout)
+        if found is not None:
+            self._retrieve()
+        return found
+
+
+class _Unflushed:
+    """Standard output at the very end: Python's status is 120 if its flush() fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def flush(self) -> None:
+        """Flush; then fail, once Python has nothing else to run."""
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            # The error was printed already.
+            sys.unraisablehook = lambda _: None
+            raise OSError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@atexit.register
+def _tell_all() -> None:
+    """Print the errors that nobody has retrieved, and make Python fail.
+
+    Threads that save have ended by now: Python waits for them first.
+    """
+    if not _untold:
+        return
+    if sys.stderr is not None:
+        lines = [
+            f"nvmeio: {words} (no call has raised this)\n" for words in _untold.values()
+        ]
+        sys.stderr.write("".join(lines))
+    sys.stdout = _Unflushed(sys.stdout or sys.__stderr__)
+
+
+class SaveFuture(ToldFuture[pathlib.Path]):
     """A save in progress, as ``Checkpointer.save_async`` returns it.
 
     A concurrent.futures.Future.  ``result(timeout=None)`` waits until the checkpoint is on
@@ -48,8 +132,6 @@ class SaveFuture(Future[pathlib.Path]):
         self.staged: Future[None] = Future()
         # Set when the save has ended, before the callbacks run.
         self._over = threading.Event()
-        self._retrieved = False
-        self._failure: BaseException | None = None
         self._may_begin: bool | None = None
 
     def _begun(self) -> bool:
@@ -80,11 +162,7 @@ class SaveFuture(Future[pathlib.Path]):
         Exception
             What the save raised; see ``Checkpointer.save``.
         """
-        try:
-            return super().result(timeout)
-        except BaseException as error:
-            self._retrieved = self._retrieved or error is self._failure
-            raise
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save, and return its error, or None if it succeeded.
@@ -106,14 +184,7 @@ class SaveFuture(Future[pathlib.Path]):
         concurrent.futures.CancelledError
             The save was cancelled.
         """
-        found = super().exception(timeout)
-        self._retrieved = self._retrieved or found is not None
-        return found
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        """Fail the save; only the Checkpointer calls this."""
-        self._failure = exception
-        super().set_exception(exception)
+        return super().exception(timeout)
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.SaveFuture of step {self.step}{super().__repr__()[11:]}"

@@ -72,9 +72,11 @@ class Held:
 
     def _lock(self) -> None:
         self._held = self._open_regular(os.path.join(self.folder, MANIFEST))
-        # Pruning tests this lock, and leaves the step alone if it is held.
+        # Pruning tests this lock, and leaves the step alone if it is held.  Do not
+        # wait for an exclusive lock: whoever may read the step may hold one for ever, and a
+        # step that is removed while it is read is noticed.
         with contextlib.suppress(OSError):
-            fcntl.flock(self._held.number, fcntl.LOCK_SH)
+            fcntl.flock(self._held.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _open_regular(self, path: str) -> Descriptor:
         """Open a regular file; raise CheckpointError for anything else."""
@@ -206,7 +208,7 @@ class Held:
         path = os.path.join(self.folder, TENSORS)
         tree = self.tree()["state"]
         try:
-            file = ModelFile(path)
+            file = StepFile(path)
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from None
         try:
@@ -228,11 +230,29 @@ class Held:
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)
+            elif file.touched and self.manifest.checksum is not None:
+                self._verify_file(TENSORS)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from None
         finally:
             file.close()
         return _filled(skeleton, values)
+
+
+class StepFile(ModelFile):
+    """The tensors of a step, of which the manifest knows what the bytes must be."""
+
+    touched = False
+
+    def check_unchanged(self) -> None:
+        """Raise SafetensorError if the size was changed; remember a new time alone.
+
+        touch(1), rsync and backups set it, and the bytes are what they were.
+        """
+        now = os.fstat(self.file.fileno())
+        if now.st_size != self.before.st_size:
+            raise self.changed()
+        self.touched = now.st_mtime_ns != self.before.st_mtime_ns
 
 
 class _Parts:
