@@ -273,6 +273,33 @@ def test_planted_links_are_refused_as_by_the_kernel(tmp_path, writer, owner):
     assert os.listdir(shared) == ["data"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+@pytest.mark.parametrize("writer", REPLACING)
+@pytest.mark.parametrize("owner", ["other", "folder's"])
+def test_new_contents_do_not_go_to_whoever_was_there_first(tmp_path, writer, owner):
+    """In a folder such as /tmp, where everybody may make names for others to find."""
+    save, load = REPLACING[writer]
+    shared, path = tmp_path / "tmp", tmp_path / "tmp/data"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    planted = path
+    if writer == "Checkpointer":
+        path, planted = shared, shared / "step-1"
+    if writer in ("Checkpointer", "atomic_directory"):
+        planted.mkdir()
+    else:
+        save(planted, OLD)
+    planted.chmod(0o777)
+    os.chown(planted, 1001, -1)
+    os.chown(shared, {"other": 0, "folder's": 1001}[owner], -1)
+    save(path, NEW)
+    found = planted.stat()
+    assert (found.st_uid, found.st_mode & 0o777 == 0o777) == (
+        (0, False) if owner == "other" else (1001, True)
+    )
+    assert np.array_equal(load(path), NEW)
+
+
 def test_the_plug_in_of_lightning_replaces_a_link(tmp_path):
     """It saves last.ckpt, which may be a link to the best checkpoint, in this way."""
     torch = pytest.importorskip("torch")

@@ -470,9 +470,9 @@ class TestGroups:
             with pytest.raises(KeyboardInterrupt):
                 offloaded.step()
             monkeypatch.undo()
-            assert len(list(tmp_path.glob("*.states"))) == 2
+            assert len(list(tmp_path.glob("*.states.*"))) == 2
             offloaded.load_state_dict(ordinary.state_dict())
-            assert len(list(tmp_path.glob("*.states"))) == 1
+            assert len(list(tmp_path.glob("*.states.*"))) == 1
             run(2, theirs, ordinary, ours, offloaded, begin=1)
 
     def test_a_group_that_is_added_again_has_its_states(self, tmp_path):
@@ -873,7 +873,7 @@ class TestStates:
 class TestFailures:
     def cut(self, offloaded, keep):
         """Truncate the file of the states."""
-        (path,) = Path(offloaded.folder).glob("*.states")
+        (path,) = Path(offloaded.folder).glob("*.states.*")
         os.truncate(path, int(path.stat().st_size * keep))
 
     def test_after_a_failed_step_only_load_state_dict_works(self, both):
@@ -911,7 +911,7 @@ class TestFailures:
         theirs, ordinary, ours, offloaded = both
         run(1, theirs, ordinary, ours, offloaded)
         before = [param.detach().clone() for param in ours]
-        (path,) = tmp_path.glob("*.states")
+        (path,) = tmp_path.glob("*.states.*")
         content = path.read_bytes()
         self.cut(offloaded, 0)
         give_gradients(theirs, ours, 1)
@@ -980,12 +980,15 @@ class TestFailures:
         child = Child("step_and_wait", folder=str(tmp_path))
         child.ready()
         child.stop()
-        (left,) = tmp_path.glob("*.states")
-        left = left.rename(tmp_path / "group-7-7.states")
+        (left,) = tmp_path.glob("*.states.*")
+        # A file of somebody else stays.
+        mine = tmp_path / "group-7-7.states"
+        mine.write_text("mine")
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             assert not left.exists()
             run(2, theirs, ordinary, ours, offloaded)
+        assert sorted(tmp_path.iterdir()) == [tmp_path / ".nvmeio-offload-lock", mine]
 
     def test_a_drive_without_space_is_an_error_before_anything_is_made(self, loop_mount):
         folder = loop_mount("ext4", 64 * MIB) / "states"
@@ -997,7 +1000,7 @@ class TestFailures:
         with pytest.raises(OSError, match="are needed, and") as raised:
             nvmeio.torch.offload(inner, folder)
         assert raised.value.errno == errno.ENOSPC
-        assert not list(folder.glob("*.states"))
+        assert not list(folder.glob("*.states.*"))
         # Nothing was made; and a group without space is not added.
         params[1].grad = torch.ones(3)
         inner.step()
@@ -1050,7 +1053,7 @@ class TestFailures:
     def test_states_changed_by_another_program_are_an_error(self, both, tmp_path):
         theirs, ordinary, ours, offloaded = both
         run(2, theirs, ordinary, ours, offloaded)
-        (path,) = tmp_path.glob("*.states")
+        (path,) = tmp_path.glob("*.states.*")
         with path.open("r+b") as file:
             file.write(np.int64(77).tobytes())
         with pytest.raises(RuntimeError, match=r"generation 77 .* parameter 0, not 2"):
@@ -1070,7 +1073,7 @@ class TestFailures:
             nvmeio.torch.offload(inner, tmp_path)
         last["exp_avg"] = right
         assert state_equal(inner.state_dict(), before)
-        assert not list(tmp_path.glob("*.states"))
+        assert not list(tmp_path.glob("*.states.*"))
         with nvmeio.torch.offload(inner, tmp_path) as offloaded:
             assert not inner.state
             assert state_equal(offloaded.state_dict(), before)
@@ -1189,7 +1192,7 @@ class TestTheEnd:
     def test_closing_leaves_nothing(self, tmp_path):
         for end in ("close", "collected"):
             offloaded = nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path)
-            assert list(tmp_path.glob("*.states"))
+            assert list(tmp_path.glob("*.states.*"))
             if end == "close":
                 offloaded.close()
                 offloaded.close()
@@ -1197,14 +1200,14 @@ class TestTheEnd:
                     offloaded.step()
             del offloaded
             gc.collect()
-            assert not list(tmp_path.glob("*.states"))
+            assert not list(tmp_path.glob("*.states.*"))
 
     @pytest.mark.parametrize("when", ["made", "closed"])
     def test_ctrl_c_while_offloading_leaves_nothing(self, when, tmp_path, monkeypatch):
         _, _, _, offloaded = pair(tmp_path)
 
         class Interrupted:
-            closed = False
+            closed, path = False, ""
 
             def __init__(self, path, *_):
                 if when == "made":
@@ -1227,7 +1230,7 @@ class TestTheEnd:
             offloaded._store._files.append(Interrupted(""))
             with pytest.raises(KeyboardInterrupt):
                 offloaded.close()
-        assert not list(tmp_path.glob("*.states"))
+        assert not list(tmp_path.glob("*.states.*"))
 
     def test_parameters_are_released_with_their_optimizer(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
@@ -1243,13 +1246,13 @@ class TestTheEnd:
             left = weakref.ref(ours.pop())
             del ours, offloaded
             assert left() is None
-            assert not list(tmp_path.glob("*.states"))
+            assert not list(tmp_path.glob("*.states.*"))
         finally:
             gc.enable()
 
     def test_the_end_of_python_leaves_nothing(self, tmp_path):
         assert run_child("offload_in", folder=str(tmp_path)).report == ["ok", True]
-        assert not list(tmp_path.glob("*.states"))
+        assert not list(tmp_path.glob("*.states.*"))
 
     @pytest.mark.skipif(
         not can_fork(), reason="sanitizers cannot follow forks of a process with threads"

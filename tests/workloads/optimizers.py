@@ -109,7 +109,7 @@ def offload_in(folder):
     except OSError as error:
         report([type(error).__name__, "process" in str(error)])
     else:
-        report(["ok", any(name.endswith(".states") for name in os.listdir(folder))])
+        report(["ok", any(".states." in name for name in os.listdir(folder))])
 
 
 def step_and_wait(folder):
@@ -141,7 +141,7 @@ def offload_and_fork(folder):
                 raise SystemExit
             os.wait()
             words = os.read(reader, 1000).decode()
-    files = sum(name.endswith(".states") for name in os.listdir(folder))
+    files = sum(".states." in name for name in os.listdir(folder))
     report({"words": words, "files": files, "equal": equal(params, others)})
 
 

@@ -16,7 +16,7 @@ from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement
 
-__all__ = ["new_contents", "new_file", "replace_file"]
+__all__ = ["new_contents", "new_file", "replace_file", "show_use"]
 
 
 @contextlib.contextmanager
@@ -108,10 +108,17 @@ def new_file(path: str, *, private: bool = False) -> File:
         # Users who may not read the old file must not open the new one.
         opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
     file = open_for_writing(path, new=not private)
-    # This shows its use where the process is unknown, as in another container.
+    show_use(file)
+    return file
+
+
+def show_use(file: File) -> None:
+    """Lock a file with a temporary name, whose process may be unknown in other containers.
+
+    ``remove_left`` leaves it alone.
+    """
     with best_effort():
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
 
 
 def _in_folder(create: Callable[[], File]) -> File:

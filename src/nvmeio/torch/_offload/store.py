@@ -1,8 +1,8 @@
 """Store an optimizer's states in files, and move them through a ring of buffers."""
 
 import contextlib
-import glob
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +19,8 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
+from nvmeio._publish.files import show_use
+from nvmeio._publish.names import remove_left, temporary_name
 from nvmeio._streams.pending import Item, Pending
 from nvmeio._streams.writing import reserve
 from nvmeio.torch._bits import opaque
@@ -39,6 +41,9 @@ __all__ = ["Part", "Store", "View", "parts_of"]
 # The limit of writes in flight while states are stored one by one.
 IN_FLIGHT_BYTES = 16 << 20
 
+# The names in the temporary ones, which the files keep.
+_STATES = re.compile(r"group-\d+\.states")
+
 # A piece, and its part of each state, by name.
 Part = tuple[Piece, Mapping[str, torch.Tensor]]
 # Returns the memory of a piece's state in the window that is in memory.
@@ -57,7 +62,6 @@ class Store:
         self._lock.take()
         self.handle = Handle()
         self._files: list[File] = []
-        self._made = 0
         self._ring: list[torch.Tensor] = []
         # How long all steps have waited for the drive, in seconds.
         self.waited = 0.0
@@ -86,9 +90,9 @@ class Store:
             return
         self._lock.take()
         size = segments[-1].offset + segments[-1].nbytes
-        path = os.path.join(self.folder, f"group-{group}-{self._made}.states")
-        self._made += 1
-        file = File(path, "w")
+        path = temporary_name(os.path.join(self.folder, f"group-{group}.states"))
+        file = File(path, "x")
+        show_use(file)
         self._files.append(file)
         for segment in segments:
             segment.file = file
@@ -389,13 +393,17 @@ def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
 
 
 def _remove(file: File) -> None:
-    """Close a file and remove it, unless its name belongs to another file by now."""
-    if file.closed:
-        return
+    """Close a file and remove it."""
+    if not file.closed:
+        _remove_name(file)
+        _drop(file)
+
+
+def _remove_name(file: File) -> None:
+    """Remove a file's name, unless it belongs to another file by now."""
     with contextlib.suppress(FileNotFoundError):
         if leads_to(file.path, file.fileno(), follow=False):
             os.unlink(file.path)
-    _drop(file)
 
 
 def _drop(file: File) -> None:
@@ -405,18 +413,23 @@ def _drop(file: File) -> None:
 
 
 def _clear(folder: str) -> None:
-    """Remove all files of states in a folder."""
-    for path in glob.glob(os.path.join(glob.escape(folder), "group-*.states")):
-        os.unlink(path)
+    """Remove the files of states of dead processes in a folder, which is locked."""
+    _, failed = remove_left(
+        folder, lambda found: _STATES.fullmatch(found["name"]) is not None
+    )
+    if failed is not None:
+        raise failed
 
 
 def _close(folder: str, files: list[File], handle: Handle, lock: WriterLock) -> None:
     """Remove all files and release the lock; in a forked child, do nothing."""
     if lock.descriptor < 0:
         return
-    # First, because Ctrl-C may end the rest; by pattern, because after an earlier Ctrl-C
-    # there may be files that are not in the list.
+    # First, because Ctrl-C may end the rest; then by pattern, because after an earlier
+    # Ctrl-C there may be files that are not in the list.
     if lock.has_name:
+        for file in files:
+            _remove_name(file)
         _clear(folder)
     handle.close()
     while files:
