@@ -40,6 +40,9 @@ from nvmeio.checkpoint import (
 from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
 
+# The files of a root, besides its steps.
+OURS = {".nvmeio-lock", ".nvmeio-latest"}
+
 
 @pytest.fixture
 def root(tmp_path):
@@ -166,7 +169,7 @@ class TestSteps:
             checkpointer.save(1, state_of(1))
             checkpointer.save(1, state_of(2))
             assert same(checkpointer.restore(), state_of(2))
-        assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
+        assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
 
     def test_other_files_in_the_root_stay(self, root):
         with Checkpointer(root, keep=1) as checkpointer:
@@ -176,7 +179,7 @@ class TestSteps:
             (root / "step-7").write_text("no folder")
             assert checkpointer.steps() == [1]
             checkpointer.save(2, 2)
-        assert len(os.listdir(root)) == 8
+        assert len(os.listdir(root)) == 9
 
     def test_other_readers_of_safetensors_read_the_tensors(self, root):
         with Checkpointer(root) as checkpointer:
@@ -831,7 +834,7 @@ class TestSequence:
             with Checkpointer(root) as checkpointer:
                 assert checkpointer.cleanup() == []
                 checkpointer.save(3, 3)
-                left = {*names[1:], ".nvmeio-lock", "step-3"}
+                left = {*names[1:], *OURS, "step-3"}
                 assert set(os.listdir(root)) == left
                 # Only once: a later leftover belongs to the process that holds the lock.
                 (root / names[0]).mkdir()
@@ -854,7 +857,7 @@ class TestSequence:
                 assert (root / left).is_dir()
                 checkpointer.save(3, 3)
                 assert os.path.isdir(used.path)
-            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
+            assert {*os.listdir(root)} == {*OURS, "step-3"}
 
     def test_no_lock_stays_if_a_with_block_does_not_begin(self, root):
         """Ctrl-C may come between the call and the block."""
@@ -868,7 +871,7 @@ class TestSequence:
                 call()
                 assert len(os.listdir("/proc/self/fd")) == before
             checkpointer.save(3, 3)
-            assert {*os.listdir(root)} == {".nvmeio-lock", "step-3"}
+            assert {*os.listdir(root)} == {*OURS, "step-3"}
 
     def test_a_reader_finds_the_next_step_if_the_last_one_goes(self, root):
         """With keep=1 a writer removes the last step once the next one is there."""
@@ -1247,7 +1250,7 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
         checkpointer.save(2, {"x": huge})
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(root / "step-2")
-    assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
+    assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
 
 
 @pytest.mark.parametrize("how", ["save", "staged"])
@@ -1305,7 +1308,7 @@ def test_a_step_is_complete_or_absent_after_any_failed_call(root, call, when, ho
     else:
         assert "Input/output error" in said[1]
     Checkpointer(root).cleanup()
-    names = {*os.listdir(root)} - {".nvmeio-lock"}
+    names = {*os.listdir(root)} - OURS
     assert names == {"step-1"} | ({"step-2"} if found["seed"] == 2 else set())
 
 
@@ -1330,7 +1333,7 @@ def test_a_killed_process_leaves_only_complete_steps(root, delay):
             for step in checkpointer.steps():
                 checkpointer.verify(step)
             checkpointer.cleanup()
-            names = {*os.listdir(root)} - {".nvmeio-lock"}
+            names = {*os.listdir(root)} - OURS
             assert names <= {f"step-{step}" for step in checkpointer.steps()}
 
 
@@ -1358,7 +1361,7 @@ def test_a_drive_may_fill_up_at_any_point(loop_mount, monkeypatch, kind, how):
             assert told.errno == errno.ENOSPC
             assert str(root) in str(told)
             failed += 1
-            assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
+            assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
             checkpointer.verify(1)
             filler.shrink()
         # One block for the folder, six for tensors, one for each other file.

@@ -351,7 +351,7 @@ def test_a_copy_that_drain_made_at_a_url_is_read_and_replaced(tmp_path):
     assert new.steps() == [1]
     assert value(new.restore()) == 1
     save(tmp_path / "near", far, 1)
-    assert len(contents(far)) == len(FILES)
+    assert len(contents(far)) == len(FILES) + 1
     assert value(new.restore()) == 1
 
 
@@ -376,7 +376,7 @@ def test_two_writers_of_a_store_never_mix(tmp_path, shelf):
         two = Checkpointer(tmp_path / f"two-{number}", drain_to=far)
         for saver in (one, two):
             assert saver.latest() == 100
-            saver._copies.place.take()
+            saver._copies.place.take(100)
             saver._begun = True
         held, go_on, calls = threading.Event(), threading.Event(), []
 
@@ -404,6 +404,130 @@ def test_two_writers_of_a_store_never_mix(tmp_path, shelf):
 
 
 # Readers
+
+
+@pytest.fixture(params=["root", "folder", "store"])
+def seen(request, tmp_path, shelf, monkeypatch):
+    """Steps 1 and 3 of a run, as a process sees them whose list of names is an old one."""
+    far = {"root": None, "folder": tmp_path / "far", "store": "shelf://bucket/run"}
+    far = far[request.param]
+    with Checkpointer(tmp_path / "near", keep=None, drain_to=far) as saver:
+        for step in (1, 3):
+            saver.save(step, {"w": np.full(5000, step)})
+            if far is not None:
+                saver.drained.result()
+    if far is None:
+        return Checkpointer(tmp_path / "near"), tmp_path / "near"
+    return Checkpointer(tmp_path / "new", drain_to=far), far
+
+
+@pytest.mark.parametrize("listed", [[], [1]])
+def test_an_old_list_of_names_does_not_hide_the_newest_step(
+    seen, shelf, monkeypatch, listed
+):
+    """As NFS caches them: a loop would begin anew, or go on from an old step."""
+    reader, where = seen
+    names = [f"step-{step}" for step in listed]
+    if isinstance(where, str):
+        all_sizes = Remote.sizes
+        old = dict.fromkeys(names)
+        monkeypatch.setattr(
+            Remote, "sizes", lambda place, name: all_sizes(place, name) if name else old
+        )
+    else:
+        listdir = os.listdir
+        monkeypatch.setattr(
+            os, "listdir", lambda path: names if str(path) == str(where) else listdir(path)
+        )
+    assert reader.latest() == 3
+    assert value(reader.restore()) == 3
+    assert reader.steps() == [*listed, 3]
+
+
+def test_a_named_step_that_is_missing_is_not_no_checkpoint(seen):
+    reader, where = seen
+    for step in (3, 1):
+        if isinstance(where, str):
+            Shelf().rm(f"{where}/step-{step}", recursive=True)
+        else:
+            shutil.rmtree(where / f"step-{step}")
+        words = f"step-3 is missing, but {where}/.nvmeio-latest names it"
+        if step == 3:
+            with pytest.warns(RuntimeWarning, match=f"step 3 is skipped: .*{words}"):
+                assert value(reader.restore()) == 1
+        else:
+            with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match=words):
+                reader.restore()
+    assert reader.latest() is None
+    if isinstance(where, str):
+        Shelf().rm_file(f"{where}/.nvmeio-latest")
+    else:
+        (where / ".nvmeio-latest").unlink()
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        reader.restore()
+
+
+def test_a_step_that_is_removed_is_no_longer_named(seen):
+    reader, _ = seen
+    named = reader._places()[0].named
+    assert named() == 3
+    reader.remove(3)
+    assert named() == 1
+    reader.remove(1)
+    assert named() is None
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        reader.restore()
+    reader.close()
+
+
+@pytest.mark.parametrize("what", ["link", "other file", "folder", "empty"])
+def test_something_else_with_the_name_of_that_file_stays(tmp_path, what):
+    latest, victim = tmp_path / "near/.nvmeio-latest", tmp_path / "victim"
+    victim.write_text("step-7\n")
+    latest.parent.mkdir()
+    if what == "folder":
+        latest.mkdir()
+    elif what == "link":
+        latest.symlink_to(victim)
+    else:
+        latest.write_text("" if what == "empty" else "mine")
+    with Checkpointer(tmp_path / "near") as saver:
+        saver.save(1, 1)
+        assert saver.latest() == 1
+        assert saver.restore() == 1
+    assert victim.read_text() == "step-7\n"
+    if what in ("other file", "empty"):
+        assert latest.read_text() == ("step-1\n" if what == "empty" else "mine")
+
+
+def calls_of_a_save(root, far, kept, monkeypatch):
+    """Return the calls of the store, and the manifests read, of a save beside `kept`."""
+    calls, opened = [], []
+    with Checkpointer(root, keep=3, keep_every=10, drain_to=far) as saver:
+        for step in range(10, 10 * kept + 10, 10):
+            saver.save(step, step)
+            saver.drained.result()
+        began = Held.__init__
+        monkeypatch.setattr(
+            Held, "__init__", lambda held, *what: opened.append(what) or began(held, *what)
+        )
+        Shelf.watch = lambda *call: calls.append(call[0])
+        saver.save(10 * kept + 10, 1)
+        saver.drained.result()
+        Shelf.watch = None
+        monkeypatch.undo()
+        assert len(saver.steps()) == kept + 1
+    return sorted(calls), len(opened)
+
+
+def test_a_save_costs_the_same_however_many_steps_are_kept(tmp_path, monkeypatch):
+    few, many = (
+        calls_of_a_save(tmp_path / str(kept), f"shelf://{kept}/run", kept, monkeypatch)
+        for kept in (4, 40)
+    )
+    assert few == many
+    # The copy reads its source.
+    assert few[1] == 1
 
 
 def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path):

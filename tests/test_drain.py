@@ -413,7 +413,7 @@ def names_in(far):
     system = fsspec.filesystem("memory" if str(far).startswith("memory") else "file")
     path = str(far).removeprefix("memory:/")
     names = (os.path.basename(each) for each in system.ls(path, detail=False))
-    return sorted(name for name in names if name != ".nvmeio-lock")
+    return sorted(name for name in names if not name.startswith(".nvmeio-l"))
 
 
 def find_copy(far, step, name):
@@ -559,7 +559,7 @@ def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, copies):
         saver.save(3, state_of(3))
         assert second.cancelled()
         # It is being read, so it is not removed.
-        assert sorted(saver.root.iterdir())[0].name in {".nvmeio-lock", "step-1"}
+        assert sorted(saver.root.iterdir())[0].name in {".nvmeio-latest", "step-1"}
         assert (saver.root / "step-1").exists()
         copies.go_on.set()
         assert first.result() > 0
@@ -633,7 +633,8 @@ def test_metadata_is_read_without_the_tensors(tmp_path, monkeypatch):
     )
     other = Checkpointer(tmp_path / "other", drain_to="memory://beside")
     assert other.metadata() == {"said": "one"}
-    assert [os.path.basename(name) for name in read] == ["manifest.json", "tree.json"]
+    names = [os.path.basename(name) for name in read]
+    assert names == [".nvmeio-latest", "manifest.json", "tree.json"]
     fsspec.filesystem("memory").store.clear()
 
 

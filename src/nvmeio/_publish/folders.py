@@ -196,16 +196,21 @@ def discard(folder: str) -> None:
         _log.warning("an obsolete folder was not removed: %s", error)
 
 
-def put_back(folder: str) -> None:
-    """Give folders their names back that dead processes have set aside for new ones."""
+def put_back(folder: str, names: list[str]) -> bool:
+    """Give folders their names back that dead processes have set aside for new ones.
+
+    `names` are those in the folder; return whether any looked like it.
+    """
 
     def chosen(found: OwnerOf) -> bool:
         return found["kind"] == ASIDE and is_dead(found)
 
-    if any(name.endswith(f".nvmeio-{ASIDE}") for name in os.listdir(folder)):
-        _, failed = remove_left(folder, chosen)
-        if failed is not None:
-            _log.warning("a folder that was set aside has not got its name: %s", failed)
+    if not any(name.endswith(f".nvmeio-{ASIDE}") for name in names):
+        return False
+    _, failed = remove_left(folder, chosen)
+    if failed is not None:
+        _log.warning("a folder that was set aside has not got its name: %s", failed)
+    return True
 
 
 def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:

@@ -23,9 +23,18 @@ from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._futures import SaveFuture
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import Root, StepFolder, StepPlace, prune, require_ours
+from nvmeio.checkpoint._roots import (
+    STEP_MAX,
+    Kept,
+    Root,
+    StepFolder,
+    StepPlace,
+    name_another,
+    prune,
+    require_ours,
+)
 from nvmeio.checkpoint._saving import Plan, Staging
-from nvmeio.checkpoint._steps import STEP_MAX, Steps, step_of
+from nvmeio.checkpoint._steps import Steps, step_of
 
 __all__ = ["Checkpointer"]
 
@@ -360,7 +369,9 @@ class Checkpointer:
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved but not copied to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=3)
-        newest = max(next(self._steps.complete(), -1), self._newest_copy())
+        root = self._steps.root
+        complete = (s for s in root.steps() if root.was_complete(s, again=True))
+        newest = max(next(complete, -1), self._newest_copy())
         if newest > step:
             warnings.warn(
                 f"step {step} is saved, but step {newest} exists: restore() reads the "
@@ -425,6 +436,7 @@ class Checkpointer:
             if future is not None and not future._begun():
                 raise CancelledError
             folder.commit(sync=True)
+        self._steps.root.written(plan.step)
         try:
             self._prune(plan.step)
         except OSError as error:
@@ -693,13 +705,15 @@ class Checkpointer:
             found = []
             for place in self._places():
                 if step in place.steps():
-                    place.take()
+                    place.take(step)
                     with contextlib.suppress(GoneError):
-                        found.append(stack.enter_context(place.removing(step)))
+                        remove = stack.enter_context(place.removing(step))
+                        found.append((place, remove))
             if not found:
                 raise self._steps.missing(step)
             # The copy first, because restore() would read one that is left.
-            for remove in found:
+            for place, remove in found:
+                name_another(place, step)
                 remove()
 
     def prune(self) -> list[int]:
@@ -740,13 +754,11 @@ class Checkpointer:
             return self._prune(None)
 
     def _prune(self, saved: int | None) -> list[int]:
-        return [] if self.keep is None else prune(self._steps.root, self._kept, saved)
+        return prune(self._steps.root, self._kept, saved)
 
-    def _kept(self, steps: list[int]) -> list[int]:
-        """Return the steps to keep; `steps` are sorted, oldest first."""
-        every = self.keep_every
-        kept = [step for step in steps if every is not None and step % every == 0]
-        return [*kept, *(steps if self.keep is None else steps[-self.keep :])]
+    @property
+    def _kept(self) -> Kept:
+        return Kept(self.keep, self.keep_every)
 
     def cleanup(self) -> list[str]:
         """Remove unfinished folders in the root whose process died while it saved.

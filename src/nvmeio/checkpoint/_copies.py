@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -13,7 +12,7 @@ from nvmeio.checkpoint._errors import MovedError
 from nvmeio.checkpoint._futures import ToldFuture
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import Root, StepPlace, prune
+from nvmeio.checkpoint._roots import Kept, Root, StepPlace, prune
 from nvmeio.checkpoint._stores import Store
 
 __all__ = ["Copies"]
@@ -26,9 +25,7 @@ _log = logging.getLogger("nvmeio")
 class Copies:
     """The queue of the copies of one root's steps; at most one step waits in it."""
 
-    def __init__(
-        self, target: Path, root: str, kept: Callable[[list[int]], list[int]]
-    ) -> None:
+    def __init__(self, target: Path, root: str, kept: Kept) -> None:
         path = local_path(target)
         files: Any = None if path is not None else place_of(target)
         self.place: StepPlace = Root(path) if path is not None else Store(files, root)
@@ -102,7 +99,7 @@ class Copies:
         try:
             # Held, so that the step is not pruned while it is copied.
             with Held(folder, step):
-                self.place.take()
+                self.place.take(step)
                 nbytes = self.place.copy(step, copy)
         except MovedError:
             # The step was replaced; the new one is copied next.

@@ -7,13 +7,14 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import naming
+from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
@@ -23,22 +24,37 @@ from nvmeio.checkpoint._places import Folder, Place
 from nvmeio.checkpoint._restoring import Held
 
 __all__ = [
+    "LATEST",
     "OURS",
+    "STEP_MAX",
     "TRIES",
     "Copy",
+    "Kept",
     "Root",
     "StepFolder",
     "StepPlace",
+    "missing",
+    "name_another",
+    "named_in",
     "prune",
     "require_ours",
 ]
 
+STEP_MAX = 10**18
 # How often to read a step that is replaced meanwhile.  The limit is for file systems whose
 # inode numbers change, where each step always seems to be replaced.
 TRIES = 100
+# Of how many of the newest steps a save sees whether another program has damaged them.
+_LOOKED_AT_AGAIN = 10
+# The file that names the newest step.
+LATEST = ".nvmeio-latest"
+_NAMED = re.compile(rb"step-(0|[1-9]\d{0,18})\n")
+_NAMED_BYTES_MAX = 100
 # How a manifest.json and a tree.json of any version begin.
 OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
 
+# The inode and the ctime.
+Identity = tuple[int, int]
 # Copies the files of a step to a place, the manifest last; returns their size in bytes.
 Copy = Callable[[Place], int]
 
@@ -53,10 +69,25 @@ class StepPlace(Protocol):
         """The path or URL, for messages."""
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is anything, newest first."""
+        """Return the steps of which there is anything, or that are named, newest first."""
+
+    def named(self) -> int | None:
+        """Return the newest step as its writer has named it, in a file of a fixed name.
+
+        A list of names may be an old one, as NFS caches them; an open file is not.
+        """
+
+    def name(self, step: int | None) -> None:
+        """Name the newest step, or none, as far as that succeeds."""
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step has all its files, and was not found to be damaged."""
+
+    def was_complete(self, step: int, *, again: bool) -> bool:
+        """Return whether a step was complete, as its only writer remembers.
+
+        With `again`, see whether its files have changed since, where that is cheap.
+        """
 
     def read(self, step: int, read: Any, files: Collection[str]) -> Any:
         """Call `read` with a step, and return its result; it needs the `files`.
@@ -64,8 +95,8 @@ class StepPlace(Protocol):
         Raises GoneError if there is no such step, CheckpointError if it is damaged.
         """
 
-    def take(self) -> None:
-        """Become the only writer, and remove what dead writers have left."""
+    def take(self, step: int) -> None:
+        """Become the only writer of steps from this one on."""
 
     def release(self) -> None:
         """Let others write."""
@@ -83,18 +114,36 @@ class StepPlace(Protocol):
         """
 
 
-def prune(
-    place: StepPlace, kept: Callable[[list[int]], list[int]], saved: int | None
-) -> list[int]:
-    """Remove the complete steps that are neither kept nor the one just saved."""
-    removed = []
-    steps = [step for step in reversed(place.steps()) if place.is_complete(step)]
-    stay = {*kept(steps), saved}
-    for step in steps:
-        if step in stay:
+class Kept(NamedTuple):
+    """Which steps are kept: the newest, and those that are multiples of a number."""
+
+    newest: int | None
+    every: int | None
+
+
+def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
+    """Remove the complete steps that are neither kept nor the one just saved.
+
+    Looks only at the newest ones and at those to remove, however many are kept.
+    """
+    if kept.newest is None:
+        return []
+    removed, left, doomed = [], kept.newest, []
+    steps = place.steps()
+    if len(steps) <= left:
+        return []
+    for index, step in enumerate(steps):
+        if left:
+            again = index < _LOOKED_AT_AGAIN
+            left -= step == saved or place.was_complete(step, again=again)
+        elif step != saved and not (kept.every and step % kept.every == 0):
+            doomed.append(step)
+    for step in reversed(doomed):
+        if not place.was_complete(step, again=True):
             continue
         try:
             with place.removing(step) as remove:
+                name_another(place, step)
                 remove()
                 removed.append(step)
         except FileExistsError as error:
@@ -103,6 +152,29 @@ def prune(
             # It is being read, or another process has removed it.
             continue
     return removed
+
+
+def name_another(place: StepPlace, step: int) -> None:
+    """Name the newest other step, if this one is named: it will be removed."""
+    if place.named() == step:
+        others = (each for each in place.steps() if each != step)
+        place.name(next(filter(place.is_complete, others), None))
+
+
+def named_in(text: bytes) -> int | None:
+    """Return the step in the file that names the newest; None if it is not ours."""
+    found = _NAMED.fullmatch(text)
+    return None if found is None else int(found[1])
+
+
+def missing(path: str) -> CheckpointError:
+    """Return the error for a step that is named but not there."""
+    file = f"{path.rpartition('/')[0]}/{LATEST}"
+    return CheckpointError(
+        f"{path} is missing, but {file} names it: either this host sees an old list of the "
+        "folder, as NFS may for a minute, or another program has removed the step; then "
+        "remove the file"
+    )
 
 
 def not_ours(folder: str) -> str | None:
@@ -128,17 +200,36 @@ def not_ours(folder: str) -> str | None:
 
 
 def _is_ours(path: str) -> bool:
+    return OURS.match(_beginning(path, 200)) is not None
+
+
+def _is_empty(path: str) -> bool:
+    """Return whether there is no file, or an empty one, as after a power failure."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(found.st_mode) and not found.st_size
+
+
+def _beginning(path: str, nbytes: int) -> bytes:
+    """Return how a file begins; b"" if there is none, or a link, or a folder."""
     try:
         # What close(2) reports is no matter after reading.
         with (
             naming(path),
             opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
         ):
-            return OURS.match(os.read(descriptor, 200)) is not None
+            return os.read(descriptor, nbytes)
     except OSError as error:
-        # There is none, or it is a link, or a folder.
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            return False
+        if error.errno in (
+            errno.ENOENT,
+            errno.ENOTDIR,
+            errno.ELOOP,
+            errno.EISDIR,
+            errno.ENXIO,
+        ):
+            return b""
         raise
 
 
@@ -171,6 +262,14 @@ class StepFolder(Unfinished):
             raise
 
 
+def _identity_of(path: str) -> Identity | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
 class Root:
     """A folder of steps, which one process at a time writes."""
 
@@ -179,8 +278,9 @@ class Root:
         self._lock = WriterLock(
             path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
         )
-        # Those that were found damaged, with the identity of the folder.
-        self._damaged: dict[int, tuple[int, int]] = {}
+        # Those that were found damaged, and complete, with the identity of the folder.
+        self._damaged: dict[int, Identity] = {}
+        self._complete: dict[int, tuple[Identity, ...]] = {}
 
     def folder(self, step: int) -> str:
         """Return the path of a step's folder."""
@@ -188,16 +288,37 @@ class Root:
 
     def put_back(self) -> None:
         """Give steps their names back that dead processes have set aside."""
-        with contextlib.suppress(FileNotFoundError):
-            put_back(self.where)
+        self._names()
+
+    def _names(self) -> list[str]:
+        try:
+            names = os.listdir(self.where)
+            return os.listdir(self.where) if put_back(self.where, names) else names
+        except FileNotFoundError:
+            return []
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, newest first."""
-        self.put_back()
-        with contextlib.suppress(FileNotFoundError):
-            names = map(STEP.fullmatch, os.listdir(self.where))
-            return sorted((int(found[1]) for found in names if found), reverse=True)
-        return []
+        """Return the steps that have a folder or are named, newest first."""
+        found = {int(each[1]) for each in map(STEP.fullmatch, self._names()) if each}
+        if (named := self.named()) is not None:
+            found.add(named)
+        return sorted(found, reverse=True)
+
+    def named(self) -> int | None:
+        """Return the step in the file that names the newest; None if there is none."""
+        return named_in(_beginning(os.path.join(self.where, LATEST), _NAMED_BYTES_MAX))
+
+    def name(self, step: int | None) -> None:
+        """Name the newest step, or none; not synced, because the steps are what counts."""
+        path = os.path.join(self.where, LATEST)
+        try:
+            if step is None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            elif self.named() is not None or _is_empty(path):
+                replace_file(b"step-%d\n" % step, path, sync=False)
+        except OSError as error:
+            _log.warning("the newest step was not named: %s", error)
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step is complete, and was not found to be damaged."""
@@ -213,6 +334,26 @@ class Root:
             if not is_lost(error):
                 raise
             return False
+        return True
+
+    def written(self, step: int) -> None:
+        """Remember that a step is complete, because this process has just written it."""
+        if (identities := self._identities(step)) is not None:
+            self._complete[step] = identities
+        if step >= (self.named() or 0):
+            self.name(step)
+
+    def was_complete(self, step: int, *, again: bool) -> bool:
+        """Return whether a step was complete; with `again`, when its files changed last."""
+        if not again and step in self._complete:
+            return True
+        identities = self._identities(step)
+        if identities is None or self._damaged.get(step) == identities[0]:
+            return False
+        if self._complete.get(step) != identities:
+            if not self.is_complete(step):
+                return False
+            self._complete[step] = identities
         return True
 
     def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
@@ -231,6 +372,8 @@ class Root:
         folder = self.folder(step)
         for _ in range(TRIES):
             if not os.path.lexists(folder):
+                if self.named() == step:
+                    raise missing(folder)
                 raise GoneError
             try:
                 with Held(folder, step) as held:
@@ -262,15 +405,18 @@ class Root:
         """Count a step again, because all of it was read."""
         self._damaged.pop(step, None)
 
-    def _identity(self, step: int) -> tuple[int, int] | None:
+    def _identity(self, step: int) -> Identity | None:
         """Return inode and ctime of the folder of a step; None if there is none."""
-        try:
-            found = os.lstat(self.folder(step))
-        except OSError:
-            return None
-        return found.st_ino, found.st_ctime_ns
+        return _identity_of(self.folder(step))
 
-    def take(self) -> None:
+    def _identities(self, step: int) -> tuple[Identity, ...] | None:
+        """Return the identity of a step's folder and of its files; None if one is gone."""
+        folder = self.folder(step)
+        paths = (folder, *(os.path.join(folder, name) for name in FILES))
+        found = [each for each in map(_identity_of, paths) if each is not None]
+        return tuple(found) if len(found) == len(paths) else None
+
+    def take(self, step: int = 0) -> None:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
@@ -286,6 +432,7 @@ class Root:
         with StepFolder(target) as folder:
             nbytes = copy(Folder(folder.path, target))
             folder.commit(sync=True)
+        self.written(step)
         return nbytes
 
     @contextlib.contextmanager

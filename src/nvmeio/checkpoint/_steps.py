@@ -9,11 +9,9 @@ from nvmeio._arguments.checks import integer, whole
 from nvmeio._files.kinds import what_is_in
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, is_lost
 from nvmeio.checkpoint._manifest import FILES
-from nvmeio.checkpoint._roots import Root, StepPlace
+from nvmeio.checkpoint._roots import STEP_MAX, Root, StepPlace
 
-__all__ = ["STEP_MAX", "Steps", "step_of"]
-
-STEP_MAX = 10**18
+__all__ = ["Steps", "step_of"]
 
 # How many steps an error names.
 _STEPS_SHOWN = 10

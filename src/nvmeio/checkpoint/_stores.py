@@ -10,10 +10,13 @@ writes, which fsspec imitates where a store has none.
 
 import contextlib
 import errno
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from nvmeio._files.descriptors import Descriptor, opened
 from nvmeio._files.folders import make_folders
@@ -25,10 +28,12 @@ from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is
 from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, TREE, read_manifest
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import OURS, TRIES, Copy
+from nvmeio.checkpoint._roots import LATEST, OURS, STEP_MAX, TRIES, Copy, missing, named_in
 from nvmeio.default import default_handle
 
 __all__ = ["Store"]
+
+_log = logging.getLogger("nvmeio")
 
 _ATTEMPT = re.compile(
     r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
@@ -56,19 +61,42 @@ class Store:
     def __init__(self, files: Remote, root: str) -> None:
         self._files, self._root = files, root
         self.where = files.root
-        # The folders of attempts that were found damaged.
+        # The folders of attempts that were found damaged, and the steps that were complete.
         self._damaged: set[str] = set()
+        self._complete: set[int] = set()
         # The folders of attempts that this may replace: those that were there when it first
         # wrote, and its own.
-        self._known: set[str] | None = None
+        self._known: set[str] = set()
+        self._first = STEP_MAX + 1
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder of ours, newest first."""
-        found = sorted(
-            (int(each[1]) for each in map(STEP.fullmatch, self._files.names("")) if each),
-            reverse=True,
-        )
-        return [step for step in found if self._attempts(step)]
+        """Return the steps that have a folder or are named, newest first."""
+        named = self.named()
+        found = set() if named is None else {named}
+        found |= {int(e[1]) for e in map(STEP.fullmatch, self._files.names("")) if e}
+        return sorted(found, reverse=True)
+
+    def named(self) -> int | None:
+        """Return the step in the object that names the newest; None if there is none."""
+        text = b""
+        with contextlib.suppress(FileNotFoundError):
+            for piece in self._files.read(LATEST):
+                text += bytes(piece.data)
+        return named_in(text)
+
+    def name(self, step: int | None) -> None:
+        """Name the newest step, or none."""
+        try:
+            if step is None:
+                self._files.remove(LATEST)
+            elif self._files.size(LATEST) is None or self.named() is not None:
+                with self._files.writing(LATEST) as writer:
+                    writer.write(np.frombuffer(b"step-%d\n" % step, np.uint8))
+                    writer.finish()
+                    writer.commit()
+        except Exception as error:
+            # fsspec may raise any type.
+            _log.warning("the newest copy was not named: %s", error)
 
     def _attempts(self, step: int) -> list[_Attempt]:
         """Return the attempts at a step, the one to read first."""
@@ -105,6 +133,12 @@ class Store:
                 return attempt.folder not in self._damaged
         return False
 
+    def was_complete(self, step: int, *, again: bool) -> bool:
+        """Return whether a step was complete when this looked last."""
+        if step not in self._complete and self.is_complete(step):
+            self._complete.add(step)
+        return step in self._complete
+
     def _check(self, step: int, attempt: _Attempt) -> None:
         """Raise CheckpointError if the manifest or a size is wrong."""
 
@@ -138,6 +172,8 @@ class Store:
         for _ in range(TRIES):
             attempts = self._attempts(step)
             if not attempts:
+                if self.named() == step:
+                    raise missing(f"{self.where}/step-{step}")
                 raise GoneError
             attempt = attempts[0]
             try:
@@ -153,6 +189,7 @@ class Store:
                     error = CheckpointError(f"{self.where}/{attempt.folder}: {error}")
                 if is_lost(error):
                     self._damaged.add(attempt.folder)
+                    self._complete.discard(step)
                 raise error from None
         words = f"was replaced {TRIES} times while it was read"
         raise CheckpointError(f"{self.where}/step-{step} {words}")
@@ -182,11 +219,15 @@ class Store:
             with Held(folder.path, step) as held:
                 yield held
 
-    def take(self) -> None:
-        """Remember what is there: what another writer adds later is an error."""
-        if self._known is None:
-            every = [each for step in self.steps() for each in self._attempts(step)]
-            self._known = {each.folder for each in every}
+    def take(self, step: int) -> None:
+        """Remember the attempts at steps from `step` on; later ones of others are errors.
+
+        A run that goes back to a step before its first takes what is there for its own.
+        """
+        if step < self._first:
+            there = [each for each in self.steps() if step <= each < self._first]
+            self._known |= {a.folder for each in there for a in self._attempts(each)}
+            self._first = step
 
     def release(self) -> None:
         """Do nothing: there are no locks."""
@@ -200,9 +241,8 @@ class Store:
 
         Raises FileExistsError if another writer has copied the same step meanwhile.
         """
-        before = self._attempts(step)
         known = self._known
-        assert known is not None, "take() comes first"
+        before = self._attempts(step)
         if any(each.number and each.folder not in known for each in before):
             raise self._conflict(step)
         number = 1 + max((each.number for each in before if each.complete), default=0)
@@ -225,6 +265,9 @@ class Store:
             for each in mine:
                 self._remove(each)
             raise self._conflict(step)
+        self._complete.add(step)
+        if step >= (self.named() or 0):
+            self.name(step)
         for each in after:
             found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
             dead = found is not None and is_dead(found)
@@ -240,6 +283,7 @@ class Store:
             raise GoneError
 
         def remove() -> None:
+            self._complete.discard(step)
             for each in attempts:
                 self._remove(each)
             self._files.remove_folder(f"step-{step}")
