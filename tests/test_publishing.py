@@ -159,7 +159,12 @@ def test_killed_between_two_renames_the_old_folder_is_found_again(tmp_path, find
             assert [name[-11:] for name in clean_up(root)] == [".nvmeio-tmp"]
         elif finder == "save":
             checkpointer.save(2, "newer")
-            assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1", "step-2"]
+            assert sorted(os.listdir(root)) == [
+                ".nvmeio-latest",
+                ".nvmeio-lock",
+                "step-1",
+                "step-2",
+            ]
         assert checkpointer.restore(1) == "old"
 
 

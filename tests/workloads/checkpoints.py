@@ -1,14 +1,24 @@
 """Folders and checkpoints: under faults, killed, and at the end of Python."""
 
+import errno
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 
 import nvmeio
-from nvmeio.checkpoint import Checkpointer, _places, _saving, atomic_directory, drain
+from nvmeio.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    _places,
+    _saving,
+    atomic_directory,
+    drain,
+)
 from workloads.common import pause, report
 
 
@@ -151,3 +161,33 @@ def restore_far_and_die(root):
 
     _places.Remote.read = die
     Checkpointer(os.path.join(root, "new"), drain_to="memory://bucket/run").restore()
+
+
+def agree(roots, far=None, listed=None, broken=None):
+    """Agree with the other ranks; return the step, what was restored, and the warnings.
+
+    A rank in `listed` has that old list of its root; `broken` cannot list its root.
+    """
+    rank = sys.modules["torch.distributed"].get_rank()
+    root = roots[rank % len(roots)]
+    listdir = os.listdir
+
+    def old_list(path):
+        if str(path) == root and broken == rank:
+            raise OSError(errno.EIO, "broken", path)
+        if str(path) == root and listed and rank in listed:
+            return [f"step-{step}" for step in listed[rank]]
+        return listdir(path)
+
+    os.listdir = old_list
+    try:
+        with Checkpointer(root, drain_to=far) as checkpointer:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                step = checkpointer.agreed_step()
+            restored = None if step is None else checkpointer.restore(step)
+            return step, restored, [str(each.message) for each in said]
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.listdir = listdir

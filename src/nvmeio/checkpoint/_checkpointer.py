@@ -22,6 +22,7 @@ from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._futures import SaveFuture
 from nvmeio.checkpoint._manifest import TREE
+from nvmeio.checkpoint._ranks import agreed_step
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import (
     STEP_MAX,
@@ -104,7 +105,7 @@ class Checkpointer:
     ``close`` or with the process, and removes unfinished folders of processes that died.
     Reading needs no lock of the root.  ``restore`` and ``verify`` lock the step that they
     read, so that it is not pruned meanwhile.  In distributed data parallel training all
-    processes have the same state: let rank 0 save; every rank may restore.
+    processes have the same state: let rank 0 save, and all restore ``agreed_step()``.
 
     The folder of a step has three files: ``tensors.safetensors``, which any reader of
     safetensors opens; ``tree.json``, the nesting of the state; and ``manifest.json``, with
@@ -576,6 +577,48 @@ class Checkpointer:
             listed.
         """
         return next(self._steps.listed(), None)
+
+    def agreed_step(self, group: Any = None) -> int | None:
+        """Return the newest step that all ranks have, the same on each of them.
+
+        Parameters
+        ----------
+        group : torch.distributed.ProcessGroup, optional
+            The processes that call this together; by default all.
+
+        Returns
+        -------
+        int or None
+            The step for ``restore(step)``.  None if no rank has any.  What ``latest``
+            returns if torch.distributed is not initialized.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks: there are steps, but none that is complete on each; or one could
+            not look, and the message has its rank and error.
+
+        Warns
+        -----
+        RuntimeWarning
+            On all ranks: a newer step is passed over, because a rank lacks it.
+
+        Notes
+        -----
+        A rank that chooses alone may choose another step than the others: its list of a
+        shared folder may be an old one, or the copy of the newest step was not finished
+        when its machine was lost.  The roots of the ranks may be one folder, or one on the
+        drive of each machine.  A step counts if its files have the sizes that were saved.
+
+        Examples
+        --------
+        >>> with nvmeio.checkpoint.Checkpointer("run") as checkpointer:
+        ...     folder = checkpointer.save(40, {"epoch": 4})
+        ...     step = checkpointer.agreed_step()
+        ...     checkpointer.restore(step)
+        {'epoch': 4}
+        """
+        return agreed_step(self._steps, group)
 
     def steps(self) -> list[int]:
         """Return the complete steps, oldest first.

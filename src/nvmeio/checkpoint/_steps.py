@@ -128,20 +128,26 @@ class Steps:
             yield from steps
             before = steps
 
+    def is_complete(self, step: int) -> bool:
+        """Return whether a step, or its copy, is complete, whatever lists say."""
+        if self.root.is_complete(step):
+            return True
+        return self.copies is not None and self.copies.is_complete(step)
+
     def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the complete steps, newest first, also those of the copies in `copied`."""
         for step in self.going_down(copied):
-            if self.root.is_complete(step) or (
-                step in copied and self.copies is not None and self.copies.is_complete(step)
-            ):
+            there = step in copied
+            if self.is_complete(step) if there else self.root.is_complete(step):
                 yield step
 
-    def listed(self) -> Iterator[int]:
+    def listed(self, *, level: int = 4) -> Iterator[int]:
         """Yield the steps that ``read`` would find, newest first.
 
         Raises the error of the copies if they cannot be listed and there is no step here.
+        The warning about that is of the call `level` - 1 frames above.
         """
-        copied, unlisted = self.copied()
+        copied, unlisted = self.copied(level=level)
         found = False
         for step in self.complete(copied):
             found = True

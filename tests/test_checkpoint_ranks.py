@@ -1,0 +1,75 @@
+"""Checkpointers of several ranks: all restore the same step, or none does."""
+
+import shutil
+
+import pytest
+
+pytest.importorskip("torch")
+
+from nvmeio.checkpoint import Checkpointer
+from ranks import together
+from workloads import checkpoints as work
+
+
+@pytest.fixture
+def roots(tmp_path):
+    """The roots of two machines, with steps 80, 90 and 100 each."""
+    for name in ("a", "b"):
+        with Checkpointer(tmp_path / name, keep=None) as saver:
+            for step in (80, 90, 100):
+                saver.save(step, {"step": step})
+    return [str(tmp_path / name) for name in ("a", "b")]
+
+
+def test_ranks_agree_on_the_newest_step_that_all_have(tmp_path, roots):
+    """Here one drive lacks the newest, and another has it damaged."""
+    shutil.rmtree(f"{roots[0]}/step-90")
+    (tmp_path / "b/step-100/tensors.safetensors").unlink()
+    for step, restored, said in together(tmp_path, work.agree, 2, roots=roots):
+        assert (step, restored) == (80, {"step": 80})
+        lacking = ["step 100 is passed over: rank 1", "step 90 is passed over: rank 0"]
+        assert [
+            words[: len(start)] for words, start in zip(said, lacking, strict=True)
+        ] == (lacking)
+
+
+def test_an_old_list_on_one_rank_changes_nothing(tmp_path, roots):
+    """Steps that other ranks list are opened by name."""
+    for listed in ({1: [80]}, {0: [], 1: [80, 90]}):
+        options = {"roots": roots[:1], "listed": listed}
+        for step, restored, said in together(tmp_path, work.agree, 2, **options):
+            assert (step, restored, said) == (100, {"step": 100}, [])
+
+
+def test_copies_count_for_ranks_without_the_step(tmp_path, roots):
+    """The job died while step 100 was copied: rank 0 has it, the others cannot."""
+    with Checkpointer(roots[0], drain_to=tmp_path / "far", keep=None) as saver:
+        saver.save(95, {"step": 95})
+    new = [roots[0], str(tmp_path / "new-1"), str(tmp_path / "new-2")]
+    for step, restored, said in together(
+        tmp_path, work.agree, 3, roots=new, far=str(tmp_path / "far")
+    ):
+        assert (step, restored) == (95, {"step": 95})
+        assert said == [
+            "step 100 is passed over: rank 1 has no complete copy of it, and 1 more ranks "
+            "neither"
+        ]
+
+
+def test_nothing_is_restored_if_no_step_is_everywhere(tmp_path, roots):
+    for step in (80, 100):
+        shutil.rmtree(f"{roots[0]}/step-{step}")
+    shutil.rmtree(f"{roots[1]}/step-90")
+    (tmp_path / "a/.nvmeio-latest").unlink()
+    words = "no step is complete on all 2 ranks: rank 0 has [90]; rank 1 has [100, 80]"
+    assert together(tmp_path, work.agree, 2, roots=roots) == [words] * 2
+    assert (
+        together(tmp_path, work.agree, 2, roots=[str(tmp_path / "none")])
+        == [(None, None, [])] * 2
+    )
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path, roots):
+    found = together(tmp_path, work.agree, 2, roots=roots, broken=1)
+    assert found[0] == found[1]
+    assert "rank 1 cannot list its checkpoints: OSError: [Errno 5] broken" in found[0]
