@@ -1,6 +1,7 @@
 """States are restored exactly, or refused by an error with the path in the state."""
 
 import collections
+import contextlib
 import copy
 import datetime as dt
 import json
@@ -17,6 +18,7 @@ pytest.importorskip("torch")
 import safetensors.torch
 import torch
 
+import nvmeio.torch
 from model_samples import TORCH_DTYPES, filled
 from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio.checkpoint._restoring import Held
@@ -367,35 +369,42 @@ FORMS["fused"] = {"fused": True}
 KINDS = {"AdamW": {}, "Adam": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adagrad": {}}
 
 
+def new_training(layout, kind, form, wide=8):
+    """Return a model whose weights are in some order of memory, and its optimizer."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Conv2d(wide, wide, 3), torch.nn.Linear(4, 2))
+    if layout == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        for each in model:
+            each.weight = torch.nn.Parameter(each.weight.detach().mT.contiguous().mT)
+    make = getattr(torch.optim, kind)
+    return model, make(model.parameters(), lr=0.01, **KINDS[kind], **FORMS[form])
+
+
+def steps(model, optimizer, count, first=0, wide=8):
+    """Train some steps, each on its own batch."""
+    for seed in range(first, first + count):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        model(torch.randn(4, wide, 6, 6)).square().sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
-@pytest.mark.parametrize("way", ["new", "into"])
+@pytest.mark.parametrize("way", ["new", "into", "staged", "unstaged"])
 def test_an_optimizer_resumes_to_the_bit(checkpointer, layout, kind, form, way):
-    def steps(model, optimizer, count):
-        for seed in range(count):
-            torch.manual_seed(seed)
-            optimizer.zero_grad()
-            model(torch.randn(4, 8, 6, 6)).square().sum().backward()
-            optimizer.step()
-
-    def new():
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Conv2d(8, 4, 3), torch.nn.Linear(4, 2))
-        if layout == "channels_last":
-            model.to(memory_format=torch.channels_last)
-        if layout == "transposed":
-            for each in model:
-                each.weight = torch.nn.Parameter(each.weight.detach().mT.contiguous().mT)
-        make = getattr(torch.optim, kind)
-        return model, make(model.parameters(), lr=0.01, **KINDS[kind], **FORMS[form])
-
-    model, optimizer = new()
+    model, optimizer = new_training(layout, kind, form)
     steps(model, optimizer, 3)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state["rng"] = torch.get_rng_state()
-    checkpointer.save(3, state)
-    again, other = new()
+    if way in ("staged", "unstaged"):
+        checkpointer.save_async(3, state, stage=way == "staged").result()
+    else:
+        checkpointer.save(3, state)
+    again, other = new_training(layout, kind, form)
     # deepcopy keeps strides.
     into = copy.deepcopy(state) if way == "into" else None
     steps(model, optimizer, 2)
@@ -405,6 +414,52 @@ def test_an_optimizer_resumes_to_the_bit(checkpointer, layout, kind, form, way):
     assert torch.equal(found["rng"], state["rng"])
     steps(again, other, 2)
     assert same(again.state_dict(), model.state_dict())
+
+
+# A budget that cuts the weights of OFFLOADED into pieces, and one that does not.
+BUDGETS = {"in one piece": "64MiB", "split": "8MiB"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("before", [*BUDGETS, "in memory"])
+@pytest.mark.parametrize("after", [*BUDGETS, "in memory"])
+def test_an_offloaded_optimizer_resumes_to_the_bit(
+    checkpointer, tmp_path, layout, form, before, after
+):
+    """Offloaded or not, before and after, each beside one that was not interrupted."""
+
+    def new(how, name):
+        model, optimizer = new_training(layout, "AdamW", form, wide=256)
+        if how == "in memory":
+            return model, optimizer
+        memory = BUDGETS[how]
+        made = nvmeio.torch.offload(optimizer, tmp_path / name, memory=memory)
+        (pieces, *_) = made._pieces.values()
+        assert (len(pieces) > 1) == (how == "split")
+        return model, made
+
+    def items_of(optimizer):
+        deferred = getattr(optimizer, "state_items", optimizer.state_dict)
+        return deferred()
+
+    with contextlib.ExitStack() as stack:
+        model, optimizer = new_training(layout, "AdamW", form, wide=256)
+        steps(model, optimizer, 4, wide=256)
+        first, saved = new(before, "before")
+        if before != "in memory":
+            stack.enter_context(saved)
+        steps(first, saved, 2, wide=256)
+        state = {"model": first.state_dict(), "optimizer": items_of(saved)}
+        checkpointer.save(2, state)
+        second, other = new(after, "after")
+        if after != "in memory":
+            stack.enter_context(other)
+        found = checkpointer.restore()
+        second.load_state_dict(found["model"])
+        other.load_state_dict(found["optimizer"])
+        steps(second, other, 2, first=2, wide=256)
+        assert same(second.state_dict(), model.state_dict())
 
 
 class Versioned(torch.nn.Module):
@@ -599,7 +654,7 @@ class TestInto:
     def test_a_tensor_of_another_size_than_it_says_is_not_saved(self, checkpointer, stage):
         class State(DeferredState):
             def _tree(self):
-                return {"a": Deferred(torch.float32, (4,), 16, lambda: torch.ones(8))}
+                return {"a": Deferred(torch.float32, (4,), (1,), lambda: torch.ones(8))}
 
         state = {"deferred": State(), "last": np.arange(4)}
         with pytest.raises(ValueError, match="has 32 bytes, but said to be F32 of shape"):

@@ -1,5 +1,6 @@
 """Tensors that are loaded only when they are needed, and states that contain them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,26 @@ __all__ = ["Deferred", "DeferredState"]
 
 
 class Deferred:
-    """A tensor on a drive; `load` returns it in new memory."""
+    """A tensor on a drive; `load` returns it in new memory, with `strides` in elements."""
 
     def __init__(
-        self, dtype: Any, shape: tuple[int, ...], nbytes: int, load: Callable[[], Any]
+        self,
+        dtype: Any,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        load: Callable[[], Any],
     ) -> None:
-        self.dtype, self.shape, self.nbytes, self.load = dtype, shape, nbytes, load
+        self.dtype, self.shape, self.strides, self.load = dtype, shape, strides, load
+        self.nbytes: int = dtype.itemsize * math.prod(shape)
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides, as of a tensor."""
+        return self.strides
+
+    def element_size(self) -> int:
+        """Return the size of an element in bytes, as of a tensor."""
+        size: int = self.dtype.itemsize
+        return size
 
 
 class DeferredState:

@@ -240,7 +240,7 @@ def _alone(leaf: Leaf, namer: "_Namer") -> Stored:
     """Store a leaf as a tensor of its own."""
     _describe(leaf, namer(leaf.path))
     value, node = leaf.value, leaf.node
-    strides = () if isinstance(value, Deferred) else _dense_strides(value)
+    strides = _dense_strides(value)
     if strides:
         node["strides"] = list(strides)
     name, shape = _dtype_name(value), tuple(value.shape)

@@ -100,9 +100,10 @@ class StateItems(DeferredState):
                 self._require_same()
                 return found
 
-            return Deferred(
-                pieces[0].layouts[name].dtype, tuple(param.shape), param.nbytes, load
-            )
+            first = pieces[0]
+            stride = first.layouts[name].stride if first.is_whole else first.stride
+            shape = tuple(param.shape)
+            return Deferred(first.layouts[name].dtype, shape, stride, load)
 
         moved = {name: deferred(name) for name in record.moved}
         merged: State = self._optimizer._merged(record, moved)

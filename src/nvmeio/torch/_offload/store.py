@@ -32,6 +32,7 @@ from nvmeio.torch._offload.plan import (
     Window,
     flat,
     is_dense,
+    is_ordered_as,
     pages,
 )
 from nvmeio.torch.memory import empty
@@ -382,6 +383,11 @@ def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
 def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
     """Return a piece's part of a state, in the parameter's order in memory."""
     if piece.is_whole:
+        # Fused updates walk through the memory of parameters and states side by side.
+        ordered = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype)
+        alike = value.shape == piece.shape and not is_ordered_as(value, ordered)
+        if alike and is_dense(ordered):
+            return ordered.copy_(value)
         value = value.cpu()
         return value if is_dense(value) else value.contiguous()
     if value.stride() == piece.stride:
