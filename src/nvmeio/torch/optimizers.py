@@ -63,7 +63,8 @@ def offload(
     Returns
     -------
     OffloadedOptimizer
-        An optimizer whose updates are the same to the last bit.
+        An optimizer whose updates are the same to the last bit; in half precision, a few
+        elements of a parameter that must be split may differ in it.
 
     Raises
     ------
