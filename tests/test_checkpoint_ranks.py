@@ -13,11 +13,11 @@ from workloads import checkpoints as work
 
 @pytest.fixture
 def roots(tmp_path):
-    """The roots of two machines, with steps 80, 90 and 100 each."""
-    for name in ("a", "b"):
-        with Checkpointer(tmp_path / name, keep=None) as saver:
-            for step in (80, 90, 100):
-                saver.save(step, {"step": step})
+    """The roots of two machines, with the same saves of steps 80, 90 and 100."""
+    with Checkpointer(tmp_path / "a", keep=None) as saver:
+        for step in (80, 90, 100):
+            saver.save(step, {"step": step})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     return [str(tmp_path / name) for name in ("a", "b")]
 
 
@@ -56,12 +56,31 @@ def test_copies_count_for_ranks_without_the_step(tmp_path, roots):
         ]
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_two_saves_of_one_step_are_not_the_same_step(tmp_path, roots, copied):
+    """A job went on elsewhere, and made other steps of the same numbers."""
+    far = tmp_path / "far" if copied else None
+    with Checkpointer(roots[0], drain_to=far, keep=None) as saver:
+        saver.save(100, {"step": 100, "by": "the one with copies"})
+    found = together(
+        tmp_path, work.agree, 2, roots=roots, far=None if far is None else str(far)
+    )
+    if copied:
+        # Rank 1 has another one in its root, and reads the copy.
+        one = (100, {"step": 100, "by": "the one with copies"}, [])
+    else:
+        words = "step 100 is passed over: the ranks have different saves of it"
+        one = (90, {"step": 90}, [words])
+    assert found == [one, one]
+
+
 def test_nothing_is_restored_if_no_step_is_everywhere(tmp_path, roots):
     for step in (80, 100):
         shutil.rmtree(f"{roots[0]}/step-{step}")
     shutil.rmtree(f"{roots[1]}/step-90")
     (tmp_path / "a/.nvmeio-latest").unlink()
-    words = "no step is complete on all 2 ranks: rank 0 has [90]; rank 1 has [100, 80]"
+    words = "no save of a step is complete on all 2 ranks: "
+    words += "rank 0 has [90]; rank 1 has [100, 80]"
     assert together(tmp_path, work.agree, 2, roots=roots) == [words] * 2
     assert (
         together(tmp_path, work.agree, 2, roots=[str(tmp_path / "none")])

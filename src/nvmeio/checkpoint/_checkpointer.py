@@ -365,8 +365,8 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         """Create and lock the root, and remove unfinished folders of dead processes."""
-        require_ours(self._steps.root.folder(step))
         self._steps.root.take()
+        require_ours(self._steps.root.folder(step))
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved but not copied to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=3)
@@ -393,7 +393,7 @@ class Checkpointer:
         copied, _ = self._steps.copied(level=5)
         # A store that fails now does not keep the step from being saved.
         with contextlib.suppress(Exception):
-            return next(filter(self._copies.place.is_complete, copied), -1)
+            return next(filter(self._copies.place.identity, copied), -1)
         return -1
 
     def _places(self) -> list[StepPlace]:
@@ -608,7 +608,10 @@ class Checkpointer:
         A rank that chooses alone may choose another step than the others: its list of a
         shared folder may be an old one, or the copy of the newest step was not finished
         when its machine was lost.  The roots of the ranks may be one folder, or one on the
-        drive of each machine.  A step counts if its files have the sizes that were saved.
+        drive of each machine.  A step counts if its files have the sizes that were saved,
+        and if it is of the same save everywhere: after a job that went on elsewhere, two
+        machines may have different ones of one number.  ``restore`` then reads the agreed
+        one, in `root` or in `drain_to`.
 
         Examples
         --------

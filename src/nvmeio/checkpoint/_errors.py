@@ -8,6 +8,7 @@ __all__ = [
     "GoneError",
     "MovedError",
     "NotDamagedError",
+    "OtherError",
     "is_lost",
 ]
 
@@ -54,6 +55,10 @@ class NotDamagedError(CheckpointError):
 
     So no older step and no copy may silently replace it.
     """
+
+
+class OtherError(NotDamagedError):
+    """The step is another save than the one that all ranks have agreed on."""
 
 
 # Errors that mean that the data is lost, not that the system is busy or misconfigured.

@@ -5,6 +5,7 @@ the folder, of regular files with these sizes, before anything else is used.
 """
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -89,6 +90,12 @@ class Manifest(NamedTuple):
             },
         }
         return json.dumps(said, indent=1).encode() + b"\n"
+
+    @property
+    def identity(self) -> str:
+        """What is the same in all copies of one save, and differs between two saves."""
+        digest = hashlib.sha256(self.text()).hexdigest()
+        return f"{self.saved} {digest[:32]}"
 
     @property
     def nbytes(self) -> int:

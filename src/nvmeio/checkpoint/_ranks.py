@@ -8,10 +8,10 @@ from typing import Any
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._steps import Steps
 
-__all__ = ["agreed_step"]
+__all__ = ["agree", "agreed_step"]
 
-# What a rank has found, or its error.
-_Told = tuple[list[int], str | None]
+# Sends an object to all ranks, and returns those of all, by rank.
+Gather = Callable[[Any], list[Any]]
 
 
 def agreed_step(steps: Steps, group: Any) -> int | None:
@@ -20,32 +20,54 @@ def agreed_step(steps: Steps, group: Any) -> int | None:
     if dist is None or not (dist.is_available() and dist.is_initialized()):
         return next(steps.listed(level=5), None)
 
-    def gathered(look: Callable[[], list[int]]) -> list[list[int]]:
+    def gather(mine: Any) -> list[Any]:
+        told = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, mine, group=group)
+        return told
+
+    return agree(steps, gather)
+
+
+def agree(steps: Steps, gather: Gather) -> int | None:
+    """Return the newest step of which all ranks have the same save.
+
+    ``restore(step)`` then reads that save, where root and copy have different ones.
+    """
+
+    def gathered(look: Callable[[], Any]) -> list[Any]:
         """Return what each rank has found; raise on all ranks what one has raised."""
-        mine: _Told = [], None
+        mine: tuple[Any, str | None]
         try:
             mine = look(), None
         except Exception as error:
-            mine = [], f"{type(error).__name__}: {error}"
-        told: list[_Told] = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(told, mine, group=group)
+            mine = None, f"{type(error).__name__}: {error}"
+        told = gather(mine)
         for rank, (_, failed) in enumerate(told):
             if failed is not None:
                 raise CheckpointError(f"rank {rank} cannot list its checkpoints: {failed}")
         return [found for found, _ in told]
 
-    listed = gathered(lambda: [*steps.listed(level=7)])
-    every = sorted({step for found in listed for step in found}, reverse=True)
-    has = gathered(lambda: [step for step in every if steps.is_complete(step)])
+    listed = gathered(lambda: [*steps.listed(level=8)])
+    every: list[int] = sorted({step for found in listed for step in found}, reverse=True)
+    has = gathered(lambda: {step: steps.identities(step) for step in every})
     for step in every:
-        lacking = [rank for rank, found in enumerate(has) if step not in found]
-        if not lacking:
+        saves = [found[step] for found in has]
+        common = set(saves[0]).intersection(*saves[1:])
+        if common:
+            # The later of two that all have; the words begin with the time.
+            steps.agreed = {step: max(common)}
             return step
-        words = f"step {step} is passed over: rank {lacking[0]} has no complete copy of it"
-        if len(lacking) > 1:
-            words += f", and {len(lacking) - 1} more ranks neither"
-        warnings.warn(words, RuntimeWarning, stacklevel=3)
+        lacking = [rank for rank, found in enumerate(saves) if not found]
+        words = "the ranks have different saves of it"
+        if lacking:
+            words = f"rank {lacking[0]} has no complete copy of it"
+            if len(lacking) > 1:
+                words += f", and {len(lacking) - 1} more ranks neither"
+        warnings.warn(f"step {step} is passed over: {words}", RuntimeWarning, stacklevel=4)
     if not every:
         return None
-    some = "; ".join(f"rank {rank} has {found[:3]}" for rank, found in enumerate(has[:4]))
-    raise CheckpointError(f"no step is complete on all {len(has)} ranks: {some}")
+    some = "; ".join(
+        f"rank {rank} has {[step for step in every if found[step]][:3]}"
+        for rank, found in enumerate(has[:4])
+    )
+    raise CheckpointError(f"no save of a step is complete on all {len(has)} ranks: {some}")

@@ -33,6 +33,7 @@ __all__ = [
     "Root",
     "StepFolder",
     "StepPlace",
+    "exists_now",
     "missing",
     "name_another",
     "named_in",
@@ -80,8 +81,8 @@ class StepPlace(Protocol):
     def name(self, step: int | None) -> None:
         """Name the newest step, or none, as far as that succeeds."""
 
-    def is_complete(self, step: int) -> bool:
-        """Return whether a step has all its files, and was not found to be damaged."""
+    def identity(self, step: int) -> str | None:
+        """Return the identity of a save; None unless all files are there, undamaged."""
 
     def was_complete(self, step: int, *, again: bool) -> bool:
         """Return whether a step was complete, as its only writer remembers.
@@ -158,7 +159,7 @@ def name_another(place: StepPlace, step: int) -> None:
     """Name the newest other step, if this one is named: it will be removed."""
     if place.named() == step:
         others = (each for each in place.steps() if each != step)
-        place.name(next(filter(place.is_complete, others), None))
+        place.name(next(filter(place.identity, others), None))
 
 
 def named_in(text: bytes) -> int | None:
@@ -201,6 +202,21 @@ def not_ours(folder: str) -> str | None:
 
 def _is_ours(path: str) -> bool:
     return OURS.match(_beginning(path, 200)) is not None
+
+
+def exists_now(folder: str) -> bool:
+    """Return whether a folder exists, even if this host remembers that it does not.
+
+    FUSE and NFS keep names that were not there for a while.  To make a link, the kernel
+    asks the file system again; and no link to a folder can be made.
+    """
+    if os.path.lexists(folder):
+        return True
+    try:
+        os.link(os.path.dirname(folder), folder)
+    except OSError as error:
+        return error.errno == errno.EEXIST
+    return True
 
 
 def _is_empty(path: str) -> bool:
@@ -320,21 +336,21 @@ class Root:
         except OSError as error:
             _log.warning("the newest step was not named: %s", error)
 
-    def is_complete(self, step: int) -> bool:
-        """Return whether a step is complete, and was not found to be damaged."""
+    def identity(self, step: int) -> str | None:
+        """Return the identity of a save, unless it is incomplete or was found damaged."""
         # One look, because verify() in another thread may remove the entry.
         damaged = self._damaged.get(step)
         if damaged is not None and damaged == self._identity(step):
-            return False
+            return None
         try:
-            self._read(step, lambda held: None)
+            found: str = self._read(step, lambda held: held.manifest.identity)
         except (CheckpointError, GoneError):
-            return False
+            return None
         except OSError as error:
             if not is_lost(error):
                 raise
-            return False
-        return True
+            return None
+        return found
 
     def written(self, step: int) -> None:
         """Remember that a step is complete, because this process has just written it."""
@@ -351,7 +367,7 @@ class Root:
         if identities is None or self._damaged.get(step) == identities[0]:
             return False
         if self._complete.get(step) != identities:
-            if not self.is_complete(step):
+            if self.identity(step) is None:
                 return False
             self._complete[step] = identities
         return True
@@ -371,7 +387,7 @@ class Root:
         """Read a step; read it again if it was replaced meanwhile."""
         folder = self.folder(step)
         for _ in range(TRIES):
-            if not os.path.lexists(folder):
+            if not exists_now(folder):
                 if self.named() == step:
                     raise missing(folder)
                 raise GoneError
@@ -439,7 +455,7 @@ class Root:
     def removing(self, step: int) -> Iterator[Callable[[], None]]:
         """Yield a function that removes a step, which is locked against readers."""
         folder = self.folder(step)
-        if not os.path.lexists(folder):
+        if not exists_now(folder):
             raise GoneError
         require_ours(folder, doing="removed")
         with exclusive(os.path.join(folder, MANIFEST)) as free:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import integer, whole
 from nvmeio._files.kinds import what_is_in
-from nvmeio.checkpoint._errors import CheckpointError, GoneError, is_lost
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, OtherError, is_lost
 from nvmeio.checkpoint._manifest import FILES
 from nvmeio.checkpoint._roots import STEP_MAX, Root, StepPlace
 
@@ -35,6 +35,8 @@ class Steps:
     def __init__(self, root: Root) -> None:
         self.root = root
         self.copies: StepPlace | None = None
+        # The identity of the save that all ranks have agreed on, by step.
+        self.agreed: dict[int, str] = {}
 
     def read(
         self, step: int | None, read: Any, files: Collection[str] = FILES
@@ -83,13 +85,20 @@ class Steps:
 
     def _here_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
         """Read a step, or its copy if the step is missing or damaged."""
+        agreed = self.agreed.get(step)
+
+        def read_agreed(held: Any) -> Any:
+            if agreed not in (None, held.manifest.identity):
+                raise OtherError(f"{held.folder} is another save than the agreed one")
+            return read(held)
+
         try:
-            return self.root.read(step, read)
+            return self.root.read(step, read_agreed)
         except (CheckpointError, GoneError, OSError) as error:
-            if self.copies is None or not is_lost(error):
+            if self.copies is None or not (is_lost(error) or isinstance(error, OtherError)):
                 raise
             try:
-                found = self.copies.read(step, read, files)
+                found = self.copies.read(step, read_agreed, files)
             except GoneError:
                 raise error from None
             except Exception as other:
@@ -97,7 +106,7 @@ class Steps:
                     # Only the copy exists, so its error is the one to raise.
                     raise
                 raise _with(error, f"its copy in {self.copies.where}: {other}") from other
-            if not isinstance(error, GoneError):
+            if not isinstance(error, (GoneError, OtherError)):
                 where = self.copies.where
                 words = f"step {step} is read from its copy in {where}: {error}"
                 warnings.warn(words, RuntimeWarning, stacklevel=4)
@@ -128,17 +137,19 @@ class Steps:
             yield from steps
             before = steps
 
-    def is_complete(self, step: int) -> bool:
-        """Return whether a step, or its copy, is complete, whatever lists say."""
-        if self.root.is_complete(step):
-            return True
-        return self.copies is not None and self.copies.is_complete(step)
+    def identities(self, step: int) -> list[str]:
+        """Return the identities of what has a step, root and copy, whatever lists say."""
+        places = [self.root] if self.copies is None else [self.root, self.copies]
+        return [found for place in places if (found := place.identity(step)) is not None]
 
     def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the complete steps, newest first, also those of the copies in `copied`."""
         for step in self.going_down(copied):
-            there = step in copied
-            if self.is_complete(step) if there else self.root.is_complete(step):
+            if (self.root.identity(step) is not None) or (
+                step in copied
+                and self.copies is not None
+                and self.copies.identity(step) is not None
+            ):
                 yield step
 
     def listed(self, *, level: int = 4) -> Iterator[int]:

@@ -25,7 +25,13 @@ from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import is_dead, remove_left, temporary_name
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
-from nvmeio.checkpoint._manifest import FILES, MANIFEST_BYTES_MAX, TREE, read_manifest
+from nvmeio.checkpoint._manifest import (
+    FILES,
+    MANIFEST_BYTES_MAX,
+    TREE,
+    Manifest,
+    read_manifest,
+)
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import LATEST, OURS, STEP_MAX, TRIES, Copy, missing, named_in
@@ -125,22 +131,22 @@ class Store:
                     break
         return False
 
-    def is_complete(self, step: int) -> bool:
-        """Return whether a step has all files in their sizes, and is not damaged."""
+    def identity(self, step: int) -> str | None:
+        """Return the identity of a copy, unless it is incomplete or was found damaged."""
         for attempt in self._attempts(step)[:1]:
             with contextlib.suppress(CheckpointError, FileNotFoundError):
-                self._check(step, attempt)
-                return attempt.folder not in self._damaged
-        return False
+                found = self._check(step, attempt).identity
+                return None if attempt.folder in self._damaged else found
+        return None
 
     def was_complete(self, step: int, *, again: bool) -> bool:
         """Return whether a step was complete when this looked last."""
-        if step not in self._complete and self.is_complete(step):
+        if step not in self._complete and self.identity(step) is not None:
             self._complete.add(step)
         return step in self._complete
 
-    def _check(self, step: int, attempt: _Attempt) -> None:
-        """Raise CheckpointError if the manifest or a size is wrong."""
+    def _check(self, step: int, attempt: _Attempt) -> Manifest:
+        """Return the manifest; raise CheckpointError if it or a size is wrong."""
 
         def check_size(path: str, nbytes: int) -> None:
             found = attempt.sizes.get(path.rpartition("/")[2])
@@ -160,7 +166,8 @@ class Store:
                     file.write(piece.data)
                 return opened(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
 
-        read_manifest(f"{self.where}/{attempt.folder}", step, open_fetched, check_size)
+        folder = f"{self.where}/{attempt.folder}"
+        return read_manifest(folder, step, open_fetched, check_size)
 
     def _require(self, attempt: _Attempt, name: str) -> None:
         if name not in attempt.sizes:
