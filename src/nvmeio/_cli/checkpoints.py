@@ -97,8 +97,10 @@ def _show(found: list[dict[str, Any]], terminal: Terminal) -> None:
 
 def _age(saved: str | None) -> str:
     """Format how long ago a time was, such as 3.5 h."""
+    # Without microseconds in checkpoints of version 0.2.
+    form = "%Y-%m-%dT%H:%M:%S.%f%z" if "." in (saved or "") else "%Y-%m-%dT%H:%M:%S%z"
     try:
-        then = dt.datetime.strptime(saved or "", "%Y-%m-%dT%H:%M:%S%z")
+        then = dt.datetime.strptime(saved or "", form)
     except ValueError:
         return "-"
     seconds = (dt.datetime.now(dt.timezone.utc) - then).total_seconds()

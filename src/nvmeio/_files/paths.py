@@ -10,7 +10,15 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, opened
 
-__all__ = ["absolute", "has_name", "leads_to", "mount_of", "naming", "resolved"]
+__all__ = [
+    "absolute",
+    "exists_now",
+    "has_name",
+    "leads_to",
+    "mount_of",
+    "naming",
+    "resolved",
+]
 __all__ += ["synced_folder"]
 
 
@@ -52,6 +60,24 @@ def naming(path: str | bytes, words: str = "") -> Iterator[None]:
             # A signal handler raised it.
             raise
         raise OSError(error.errno, f"{error.strerror}{words}", path) from error
+
+
+def exists_now(path: str) -> bool:
+    """Return whether a name exists, even if this host remembers that it does not.
+
+    FUSE and NFS keep for a while that a name was not there.  To make a link, the kernel
+    asks the file system again; and a link to a folder is never made.
+    """
+    if os.path.lexists(path):
+        return True
+    folder = os.path.dirname(path)
+    if not os.path.lexists(folder) and not (folder != path and exists_now(folder)):
+        return False
+    try:
+        os.link(folder, path)
+    except OSError as error:
+        return error.errno == errno.EEXIST
+    return True
 
 
 def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool:

@@ -13,7 +13,7 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import exists_now, naming
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
@@ -33,7 +33,6 @@ __all__ = [
     "Root",
     "StepFolder",
     "StepPlace",
-    "exists_now",
     "missing",
     "name_another",
     "named_in",
@@ -204,21 +203,6 @@ def _is_ours(path: str) -> bool:
     return OURS.match(_beginning(path, 200)) is not None
 
 
-def exists_now(folder: str) -> bool:
-    """Return whether a folder exists, even if this host remembers that it does not.
-
-    FUSE and NFS keep names that were not there for a while.  To make a link, the kernel
-    asks the file system again; and no link to a folder can be made.
-    """
-    if os.path.lexists(folder):
-        return True
-    try:
-        os.link(os.path.dirname(folder), folder)
-    except OSError as error:
-        return error.errno == errno.EEXIST
-    return True
-
-
 def _is_empty(path: str) -> bool:
     """Return whether there is no file, or an empty one, as after a power failure."""
     try:
@@ -322,7 +306,11 @@ class Root:
 
     def named(self) -> int | None:
         """Return the step in the file that names the newest; None if there is none."""
-        return named_in(_beginning(os.path.join(self.where, LATEST), _NAMED_BYTES_MAX))
+        path = os.path.join(self.where, LATEST)
+        text = _beginning(path, _NAMED_BYTES_MAX)
+        if not text and exists_now(path):
+            text = _beginning(path, _NAMED_BYTES_MAX)
+        return named_in(text)
 
     def name(self, step: int | None) -> None:
         """Name the newest step, or none; not synced, because the steps are what counts."""

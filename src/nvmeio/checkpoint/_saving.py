@@ -3,9 +3,9 @@
 import functools
 import json
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,8 @@ class Plan:
         files = {TENSORS: self._write_tensors(folder, stopped)}
         copied()
         files[TREE] = self._write_text(folder, TREE, self.tree)
-        saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        # To the microsecond, by which two saves of a step differ.
+        saved = datetime.now().astimezone().isoformat(timespec="microseconds")
         manifest = Manifest(self.step, saved, self.checksum, BLOCK_BYTES, files)
         self._write_text(folder, MANIFEST, manifest.text())
 
