@@ -1,8 +1,10 @@
 """Checkpointers beside strangers' folders, other writers, and damaged or far copies."""
 
+import contextlib
 import os
 import shutil
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -401,6 +403,87 @@ def test_two_writers_of_a_store_never_mix(tmp_path, shelf):
         for saver in (one, two):
             saver._copies.failure()
             saver.close()
+
+
+class Calls:
+    """Python's calls of the system, by its audit events, of which a test may watch."""
+
+    watch = None
+
+    @classmethod
+    def hear(cls, event, arguments):
+        if cls.watch is not None and event.partition(".")[0] in ("open", "os", "fcntl"):
+            cls.watch(event)
+
+
+sys.addaudithook(Calls.hear)
+
+
+def held_at(number):
+    """Return events that tell that a thread of a save is held, and that it may go on."""
+    held, go_on, seen, mine = (
+        threading.Event(),
+        threading.Event(),
+        [],
+        threading.get_ident(),
+    )
+
+    def watch(event):
+        if threading.get_ident() != mine and not held.is_set():
+            seen.append(event)
+            if len(seen) == number + 1:
+                held.set()
+                assert go_on.wait(60)
+
+    Calls.watch = watch
+    return held, go_on, seen
+
+
+@pytest.mark.parametrize("kind", ["root", "copies"])
+def test_two_writers_of_a_folder_never_mix(tmp_path, kind):
+    """One is held at each of its calls of the system, while the other saves."""
+    number, outcomes = 0, []
+    while True:
+        far = tmp_path / f"far-{number}"
+        save(tmp_path / f"before-{number}", far, 100)
+        roots = [far, far]
+        options = {}
+        if kind == "copies":
+            roots, options = [tmp_path / f"{n}-{number}" for n in (1, 2)], {"drain_to": far}
+        one, two = (Checkpointer(root, **options) for root in roots)
+        errors = []
+
+        def write(saver, mark, errors=errors):
+            try:
+                saver.save(100, {"w": np.full(5000, mark)})
+                if saver.drained is not None:
+                    saver.drained.result()
+            except BlockingIOError:
+                errors.append(mark)
+
+        first = threading.Thread(target=write, args=(one, 1))
+        held, go_on, _ = held_at(number)
+        first.start()
+        while not (held.wait(0.001) or not first.is_alive()):
+            pass
+        Calls.watch = None
+        write(two, 2)
+        go_on.set()
+        first.join()
+        there = value(Checkpointer(far).restore(100))
+        # If one came after the other, both succeed.
+        assert there in {1, 2} - {*errors}
+        outcomes.append(len(errors))
+        assert [n for n in os.listdir(far) if "nvmeio-tmp" in n or "nvmeio-old" in n] == []
+        for saver in (one, two):
+            with contextlib.suppress(BlockingIOError):
+                saver.close()
+        if not held.is_set():
+            break
+        number += 1
+    assert number > 20
+    # The last was not held; before it there was a lock to run into.
+    assert 1 in outcomes
 
 
 # Readers
