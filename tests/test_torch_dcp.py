@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import threading
 
 import pytest
 
@@ -315,13 +316,13 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, place):
     def fail(*arguments, **options):
         raise broken
 
-    names = {"write_data": "reserve", "metadata": "replace_file", "sync": "sync_folder"}
+    names = {"write_data": "reserve", "metadata": "become_like", "sync": "sync_folder"}
     monkeypatch.setattr(_writing, names[place], fail)
     before = {*os.listdir(tmp_path)}
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2), thread_count=2)
-    # The files of the failed rank take no space.
-    assert ({*os.listdir(tmp_path)} == before) == (place != "metadata")
+    # The files of the failed save take no space.
+    assert {*os.listdir(tmp_path)} == before
     monkeypatch.undo()
     for reader in READERS:
         assert same(load(tmp_path, zeroed(state_of(1)), reader), state_of(1))
@@ -346,9 +347,164 @@ def test_of_two_concurrent_saves_one_wins(tmp_path):
         finish(metadata, results)
 
     writer.finish = finish_behind_another
-    with pytest.raises(CheckpointException, match="another save to this folder has ended"):
+    with pytest.raises(CheckpointException, match="another save to this folder has begun"):
         dcp.save(state_of(1), storage_writer=writer, no_dist=True)
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+class Steps:
+    """Stands for the module os, and calls a thread's hook before each system call."""
+
+    CALLS = frozenset({"close", "listdir", "lstat", "open", "rename", "stat", "unlink"})
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def __getattr__(self, name):
+        found = getattr(os, name)
+        if name not in self.CALLS:
+            return found
+
+        def stepping(*arguments, **options):
+            getattr(self.local, "hook", lambda: None)()
+            return found(*arguments, **options)
+
+        return stepping
+
+
+class Held(threading.Thread):
+    """A save that stops before its system call of a number, until it may go on."""
+
+    def __init__(self, steps, folder, seed, at):
+        super().__init__(daemon=True)
+        self.steps, self.folder, self.seed, self.at = steps, folder, seed, at
+        self.calls, self.error, self.stopped = 0, None, False
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+
+    def hook(self):
+        if self.calls == self.at:
+            self.stopped = True
+            self.waits.set()
+            assert self.goes_on.wait(60)
+        self.calls += 1
+
+    def run(self):
+        self.steps.local.hook = self.hook
+        try:
+            save(self.folder, {"x": torch.full((4,), float(self.seed))})
+        except CheckpointException as error:
+            self.error = error
+        self.waits.set()
+
+    def end(self):
+        self.goes_on.set()
+        self.join(60)
+
+
+def test_of_two_saves_one_is_whole_wherever_both_are_held(tmp_path, monkeypatch):
+    steps = Steps()
+    monkeypatch.setattr(_writing, "os", steps)
+    folder, first_at, more = tmp_path / "step", 0, True
+    while more:
+        more, other_at, other_more = False, 0, True
+        while other_more:
+            save(folder, {"x": torch.zeros(4)})
+            first = Held(steps, folder, 1, first_at)
+            other = Held(steps, folder, 2, other_at)
+            for each in (first, other):
+                each.start()
+                assert each.waits.wait(60)
+            for each in (first, other):
+                each.end()
+            more, other_more = first.stopped, first.stopped and other.stopped
+            ended = [each.seed for each in (first, other) if each.error is None]
+            # Both succeed only one after the other.
+            assert ended, (first.error, other.error)
+            (value,) = load(folder, {"x": torch.zeros(4)})["x"].unique().tolist()
+            assert value in ended
+            other_at += 3
+        first_at += 1
+    assert len(os.listdir(folder)) == 2
+
+
+def test_a_save_that_goes_on_after_a_restart_fails(tmp_path):
+    zombie = FileSystemWriter(tmp_path)
+    write = zombie.write_data
+
+    def write_behind_a_restart(plan, planner):
+        save(tmp_path, state_of(2))
+        return write(plan, planner)
+
+    zombie.write_data = write_behind_a_restart
+    with pytest.raises(CheckpointException, match="another save to this folder has begun"):
+        dcp.save(state_of(1), storage_writer=zombie, no_dist=True)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+def test_files_of_a_checkpoint_stay_if_only_its_folder_is_not_synced(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def rename_and_break(*arguments):
+        rename(*arguments)
+        monkeypatch.setattr(_writing, "sync_folder", lambda folder: 1 / 0)
+
+    monkeypatch.setattr(_writing.os, "rename", rename_and_break)
+    with pytest.raises(CheckpointException, match="division"):
+        save(tmp_path, state_of(1))
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+
+
+def test_a_save_keeps_files_whose_metadata_it_cannot_read(tmp_path, monkeypatch):
+    save(tmp_path, state_of(1))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "marker")))
+    before = {*os.listdir(tmp_path)}
+    monkeypatch.setattr(_writing, "reserve", lambda *_: 1 / 0)
+    with pytest.raises(CheckpointException, match="division"):
+        save(tmp_path, state_of(2))
+    assert {*os.listdir(tmp_path)} == before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_files_of_failed_saves_do_not_accumulate(tmp_path, shared):
+    folders = [str(tmp_path / ("run" if shared else f"run-{rank}")) for rank in range(3)]
+    options = {"folders": folders, "failing": 2, "times": 3}
+    found = together(tmp_path, work.save_and_fail_again, 3, **options)
+    assert found == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("view", ["drives", "stale"])
+def test_ranks_with_different_metadata_load_nothing(tmp_path, view):
+    names = {"drives": ("a/step-9", "b/step-10"), "stale": ("a/step-9", "b/step-9")}
+    folders = [str(tmp_path / name) for name in names[view]]
+    for seed, folder in enumerate(folders):
+        save(folder, {"x": torch.full((4,), float(seed))})
+    for error, left in together(tmp_path, work.load_different, 2, folders=folders):
+        assert "different checkpoints" in error
+        assert all(f"rank {rank}: {folders[rank]!r}" in error for rank in range(2))
+        assert left == [-1] * 4
+    shutil.rmtree(folders[1])
+    shutil.copytree(*folders)
+    for error, left in together(tmp_path, work.load_different, 2, folders=folders):
+        assert (error, left) == ("", [0] * 4)
+
+
+class Unsliceable(torch.Tensor):
+    """A tensor without slices, like the optimizer states of torchao."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.__getitem__, torch.Tensor.narrow):
+            raise NotImplementedError(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_that_cannot_be_sliced_is_loaded_whole(tmp_path):
+    with torch.serialization.safe_globals([Unsliceable]):
+        state = {"x": torch.arange(6.0).reshape(2, 3).as_subclass(Unsliceable)}
+        save(tmp_path, state)
+        found = {"x": torch.zeros(2, 3)}
+        load(tmp_path, found)
+    assert found["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 class Evil:

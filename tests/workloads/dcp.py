@@ -198,3 +198,36 @@ def reserved_together(folder):
     dcp.save(state, storage_writer=FileSystemWriter(folder))
     _writing.reserve = reserve
     return sum(found)
+
+
+def load_different(folders):
+    """Load on each rank from its own folder; return the error, and what was changed."""
+    state = {"x": torch.full((4,), -1.0)}
+    try:
+        dcp.load(state, storage_reader=FileSystemReader(folders[dist.get_rank()]))
+    except CheckpointException as error:
+        return str(error), state["x"].tolist()
+    return "", state["x"].tolist()
+
+
+def save_and_fail_again(folders, failing, times):
+    """Fail to save on one rank, then save; return the folder's sizes after each."""
+    rank, sizes = dist.get_rank(), []
+    folder = folders[rank]
+    write = _writing.FileSystemWriter._write_file
+
+    def fail(*arguments):
+        raise OSError(5, "Input/output error")
+
+    for number in range(times + 1):
+        broken = rank == failing and number < times
+        _writing.FileSystemWriter._write_file = fail if broken else write
+        try:
+            dcp.save(state_of(number), storage_writer=FileSystemWriter(folder))
+        except CheckpointException:
+            assert number < times
+        dist.barrier()
+        names = [n for n in os.listdir(folder) if n.startswith(f"__{rank}_")]
+        sizes.append(len(names))
+        dist.barrier()
+    return sizes

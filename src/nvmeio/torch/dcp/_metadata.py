@@ -1,6 +1,8 @@
 """Read ``.metadata``, the pickled description of a checkpoint, without running its code."""
 
 import functools
+import hashlib
+import io
 import logging
 import os
 import pathlib
@@ -15,13 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nvmeio._files.kinds import METADATA, what_is_in
 
-__all__ = ["read_metadata", "shards_of"]
+__all__ = ["read_metadata", "read_with_digest", "shards_of"]
 
 _log = logging.getLogger("nvmeio")
 
 
-def shards_of(path: str) -> set[str]:
-    """Return the names of a checkpoint's files, from its metadata file."""
+def shards_of(path: str) -> set[str] | None:
+    """Return the names of a checkpoint's files, or None if its metadata is unreadable."""
     try:
         found = read_metadata(path, weights_only=True)
         names = {str(each.relative_path) for each in found.storage_data.values()}
@@ -29,7 +31,7 @@ def shards_of(path: str) -> set[str]:
         return set()
     except Exception as error:
         _log.warning("the checkpoint that will be replaced cannot be read: %s", error)
-        return set()
+        return None
     # These will be removed, so accept only plain names of shards.
     suffix = filesystem.DEFAULT_SUFFIX
     return {n for n in names if os.path.basename(n) == n and n.endswith(suffix)}
@@ -103,12 +105,18 @@ def _open_regular(path: str) -> IO[bytes]:
 
 def read_metadata(path: str, *, weights_only: bool) -> Any:
     """Return the metadata of a checkpoint; with `weights_only`, run no code of the file."""
+    return read_with_digest(path, weights_only=weights_only)[0]
+
+
+def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
+    """Return the metadata of a checkpoint, and a digest of the file's bytes."""
     with _open_regular(path) as file:
-        try:
-            kind = _MetadataUnpickler if weights_only else pickle.Unpickler
-            found = kind(file).load()
-        except pickle.UnpicklingError as error:
-            raise pickle.UnpicklingError(f"{path}: {error}") from None
+        text = file.read()
+    try:
+        kind = _MetadataUnpickler if weights_only else pickle.Unpickler
+        found = kind(io.BytesIO(text)).load()
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(f"{path}: {error}") from None
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"{path}: not the metadata of a checkpoint")
-    return found
+    return found, hashlib.sha256(text).hexdigest()

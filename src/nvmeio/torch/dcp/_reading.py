@@ -1,9 +1,11 @@
 """Read the parts of a checkpoint that a rank needs, directly into its tensors."""
 
 import contextlib
+import dataclasses
 import io
 import math
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,12 +34,45 @@ from nvmeio.torch.dcp._archives import (
     Located,
     stored_in,
 )
-from nvmeio.torch.dcp._metadata import read_metadata
+from nvmeio.torch.dcp._metadata import read_with_digest
 
 __all__ = ["FileSystemReader", "Parts", "target_of"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
+# How many ranks, and groups of ranks, a message names.
+_KINDS_MAX = 8
+
+
+class _Read(NamedTuple):
+    """What a rank tells the coordinator about the metadata that it has read."""
+
+    digest: str
+    folder: str
+    host: str
+
+
+def _refuse_differences(found: list[object]) -> None:
+    """Raise ValueError if ranks have read different metadata."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(found):
+        # A planner may have replaced the plans, or a rank may use another reader.
+        if isinstance(each, _Read):
+            ranks.setdefault(each.digest, []).append(rank)
+    if len(ranks) < 2:
+        return
+    kinds = []
+    for several in sorted(ranks.values())[:_KINDS_MAX]:
+        first = found[several[0]]
+        assert isinstance(first, _Read)
+        names = ", ".join(map(str, several[:_KINDS_MAX]))
+        more = f" and {len(several) - _KINDS_MAX} more" if several[_KINDS_MAX:] else ""
+        kinds.append(f"rank {names}{more}: {first.folder!r} on {first.host}")
+    raise ValueError(
+        f"the ranks have read {len(ranks)} different checkpoints ({'; '.join(kinds)}); "
+        "let rank 0 choose the step and broadcast it, and load again if a folder was just "
+        "replaced"
+    )
 
 
 class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
@@ -53,6 +88,10 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
 
     Notes
     -----
+    All ranks must read the same ``.metadata``.  If it differs between them, because they
+    name different steps or see an old state of a shared folder, loading raises on all ranks
+    before any tensor is changed.
+
     A rank reads only the bytes that it needs, many at once.  They are read directly into
     its tensors if these are contiguous, on the CPU and of the same dtype as in the file.
     Tensors below about 100 KiB are read whole.
@@ -80,16 +119,31 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
     ) -> None:
         super().__init__(path, _extension_registry)
         self.weights_only = flag("weights_only", weights_only)
+        self._read: _Read | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read ``.metadata``, or the metadata file of a rank."""
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
-        found: Metadata = read_metadata(path, weights_only=self.weights_only)
+        found, digest = read_with_digest(path, weights_only=self.weights_only)
+        folder = os.path.abspath(os.path.dirname(path))
+        # A rank's own metadata is not that of the others.
+        digest = digest if kwargs.get("rank") is None else ""
+        self._read = _Read(digest, folder, socket.gethostname())
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         assert found.storage_meta is not None
         found.storage_meta.load_id = self.load_id
         return found
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add a digest of the metadata that this rank has read."""
+        told: LoadPlan = dataclasses.replace(plan, storage_data=self._read)
+        return told
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise ValueError if the ranks have read different metadata."""
+        _refuse_differences([plan.storage_data for plan in plans])
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
@@ -286,7 +340,11 @@ class _Reading:
             return
         tensor = torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
-        part = tensor[tuple(slice(low, low + count) for low, count in pairs)]
+        # Slice only what differs, because some subclasses of tensors cannot be sliced.
+        part = tensor
+        for dim, (low, count) in enumerate(pairs):
+            if (low, count) != (0, part.size(dim)):
+                part = part.narrow(dim, low, count)
         target = target_of(self.planner, item)
         target.copy_(part)
         self.planner.commit_tensor(item, target)

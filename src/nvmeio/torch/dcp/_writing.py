@@ -1,5 +1,7 @@
 """Write a rank's files, under new names, durably before the metadata refers to them."""
 
+import contextlib
+import dataclasses
 import errno
 import functools
 import heapq
@@ -29,7 +31,8 @@ from torch.futures import Future
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._native.file import open_for_writing
-from nvmeio._publish.files import replace_file
+from nvmeio._publish.attributes import become_like
+from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.torch._saving import errors_of, saving_with
@@ -44,6 +47,84 @@ _log = logging.getLogger("nvmeio")
 
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
+
+
+@dataclasses.dataclass
+class _Told:
+    """What the coordinator tells a rank: the beginning of its names, and what to keep."""
+
+    prefix: str
+    kept: set[str] | None
+
+
+class _Claim:
+    """The right to publish a checkpoint in a folder, which the latest save has.
+
+    It is a file with a temporary name, which becomes ``.metadata``.  A later save removes
+    it, so that the rename fails.  It needs no lock, which a machine that has lost its
+    network could hold for ever.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target, self.path = target, temporary_name(target)
+        folder, name = os.path.split(target)
+        # Those of dead processes first, whose times may be in the future.
+        remove_left(folder, lambda found: found["name"] == name)
+        mode = 0o666
+        with contextlib.suppress(FileNotFoundError):
+            # Users who may not read the old file must not open the new one.
+            mode &= os.stat(target).st_mode | 0o600
+        os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        mine = self._place(self.path)
+        for each in os.listdir(folder):
+            other = os.path.join(folder, each)
+            if other == self.path or final_name(each) != name:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if self._place(other) > mine:
+                    # Both have begun now.  One of them must go on.
+                    self.remove()
+                    raise self._lost()
+                os.unlink(other)
+
+    @staticmethod
+    def _place(path: str) -> tuple[int, str]:
+        """Return the place of a claim in the order of all, by the file server's clock."""
+        return os.lstat(path).st_mtime_ns, path
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing was published yet, and no later save has begun."""
+        return os.path.lexists(self.path)
+
+    def check(self) -> None:
+        """Raise FileExistsError if a later save has begun."""
+        if not self.is_held:
+            raise self._lost()
+
+    def publish(self, text: bytes, *, sync: bool) -> None:
+        """Replace the target, unless a later save has begun."""
+        try:
+            with open(self.path, "r+b") as file:
+                file.write(text)
+                file.flush()
+                become_like(file.fileno(), self.target)
+                if sync:
+                    os.fsync(file.fileno())
+            os.rename(self.path, self.target)
+        except FileNotFoundError:
+            raise self._lost() from None
+        if sync:
+            sync_folder(os.path.dirname(self.target))
+
+    def remove(self) -> None:
+        """Give the right up; do nothing if it is lost."""
+        folder, name = os.path.split(self.path)
+        remove_unneeded(folder, [name])
+
+    def _lost(self) -> OSError:
+        words = "another save to this folder has begun meanwhile; make one save at a time"
+        return FileExistsError(errno.EEXIST, words, self.target)
 
 
 def _like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
@@ -74,8 +155,10 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     the previous checkpoint are removed.  So at every moment, also after a power failure,
     the folder has either the old checkpoint or the new one.
 
-    If two saves write to one folder at the same time, the one that ends last fails.  With
-    ``sync_files=False`` nothing is synced.
+    If two saves write to one folder at the same time, the one that began first fails, and
+    the other one is complete.  If a rank fails, the files of the other ranks stay until the
+    next save to this folder, which removes them before it writes, each rank those on its
+    own drive.  With ``sync_files=False`` nothing is synced.
 
     Examples
     --------
@@ -96,6 +179,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 "and HuggingFaceStorageReader"
             )
         self._names: list[str] = []
+        self._before: list[str] = []
+        self._claim: _Claim | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
@@ -108,13 +193,43 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 path,
             )
         make_folders(os.path.abspath(self.path))
+        # Before this save has a claim: a later one has no files yet.
+        own = shards_of(os.fspath(self._get_metadata_path(self.rank)))
+        before = _left_in(self.path, self.rank)
+        self._before = [] if own is None else [each for each in before if each not in own]
         return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Claim the folder, and tell each rank which of its files must stay."""
+        path = os.path.abspath(self._metadata_file())
+        self._claim = _Claim(path)
+        # After the claim: from now on no earlier save replaces the metadata.
+        needed = shards_of(path)
+        kept: dict[int, set[str]] = {}
+        for name in needed or ():
+            if found := _SHARD.fullmatch(name):
+                kept.setdefault(int(found["rank"]), set()).add(name)
+        told = []
+        for number, plan in enumerate(super().prepare_global_plan(plans)):
+            rank = number if self.use_collectives else self.rank or 0
+            names = None if needed is None else kept.get(rank, set())
+            data = _Told(plan.storage_data.prefix, names)
+            told.append(dataclasses.replace(plan, storage_data=data))
+        return told
+
+    def _metadata_file(self) -> str:
+        rank = None if self.use_collectives else self.rank
+        return str(os.fspath(self._get_metadata_path(rank)))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return when they are on the device."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
         results = []
         names = self._names = []
+        # What failed saves of this rank have left, perhaps on a drive of its own.
+        if plan.storage_data.kept is not None:
+            left = set(self._before) - plan.storage_data.kept
+            remove_unneeded(os.fspath(self.path), left)
         try:
             for number, items in enumerate(self._files(plan.items)):
                 names.append(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}")
@@ -124,6 +239,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         except BaseException:
             # Free their space, because the caller may try again.
             remove_unneeded(os.fspath(self.path), names)
+            if self._claim is not None:
+                self._claim.remove()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -194,27 +311,38 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace ``.metadata``, then remove the files of the previous checkpoint."""
+        folder, claim = os.fspath(self.path), self._claim
+        assert claim is not None
+        try:
+            self._publish(metadata, results, claim)
+        except BaseException:
+            # Not if it is published, for example without its folder being synced.
+            if claim.is_held:
+                written = [each.storage_data.relative_path for g in results for each in g]
+                remove_unneeded(folder, {*written})
+                claim.remove()
+            raise
+
+    def _publish(
+        self, metadata: Metadata, results: list[list[WriteResult]], claim: _Claim
+    ) -> None:
         folder = os.fspath(self.path)
-        for name in self._names:
-            # Only this rank's names: other ranks may write to other file systems.
-            if not os.path.lexists(os.path.join(folder, name)):
-                words = (
-                    "another save to this folder has ended meanwhile and removed it; save "
-                    "again, one save at a time"
-                )
-                raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {
             each.index: each.storage_data for group in results for each in group
         }
         metadata.storage_meta = self.storage_meta()
         rank = None if self.use_collectives else self.rank
-        path = os.fspath(self._get_metadata_path(rank))
-        before = shards_of(path)
-        text = np.frombuffer(pickle.dumps(metadata), np.uint8)
-        replace_file(text, path, sync=self.sync_files)
         now = {each.relative_path for each in metadata.storage_data.values()}
-        left = before | set(_left_in(folder, rank))
+        # Before publishing: afterwards a later save may begin, and have files here.
+        left = (shards_of(claim.target) or set()) | set(_left_in(folder, rank))
+        # Only this rank's names: other ranks may write to other file systems.
+        for name in self._names:
+            if not os.path.lexists(os.path.join(folder, name)):
+                claim.check()
+                words = "this save has written it, and another process has removed it"
+                raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
+        claim.publish(pickle.dumps(metadata), sync=self.sync_files)
         remove_unneeded(folder, left - now)
 
 
