@@ -25,6 +25,7 @@ from nvmeio.safetensors import load_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    _model_reading,
     _model_writing,
 )
 from nvmeio.torch.dcp._model_reading import overlap
@@ -376,6 +377,32 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
         load(tmp_path, {"a": torch.zeros(6, 3)})
 
 
+@pytest.mark.parametrize("grid", [(1024, 1), (1, 1024), (32, 32)], ids=str)
+@pytest.mark.parametrize("twice", [False, True])
+def test_parts_of_a_thousand_ranks_are_not_compared_in_pairs(monkeypatch, grid, twice):
+    pairs = []
+    share = _model_reading._share
+    monkeypatch.setattr(
+        _model_reading, "_share", lambda *pair: pairs.append(pair) or share(*pair)
+    )
+    chunks = [
+        ChunkStorageMetadata(torch.Size([row * 4, column * 6]), torch.Size([4, 6]))
+        for row in range(grid[0])
+        for column in range(grid[1])
+    ]
+    if twice:
+        chunks.append(chunks[500])
+    assert overlap(chunks) == twice
+    assert len(pairs) == twice
+
+
+def test_parts_like_a_pinwheel_do_not_overlap():
+    boxes = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
+    chunks = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes]
+    assert not overlap(chunks)
+    assert overlap([*chunks, ChunkStorageMetadata(*map(torch.Size, ((1, 1), (1, 2))))])
+
+
 @pytest.mark.parametrize(("columns", "overlapping"), [(2, False), (3, True)])
 def test_parts_side_by_side_do_not_overlap(columns, overlapping):
     chunks = [
@@ -397,7 +424,7 @@ def test_parts_that_do_not_fit_together_are_not_joined(begin, words):
     properties = TensorProperties(torch.float32)
     about = TensorStorageMetadata(properties, torch.Size([8]), chunks)
     with pytest.raises(RuntimeError, match=words):
-        _model_writing._joined("a", about, [], {})
+        _model_writing._joined("a", about, [], {}, {})
 
 
 def test_parts_are_not_saved_as_whole_tensors(tmp_path):

@@ -1,6 +1,7 @@
 """Read checkpoints of many ranks that are stored as model files (safetensors)."""
 
 import errno
+import itertools
 import math
 import os
 import re
@@ -276,26 +277,53 @@ def _refuse_gaps(
     for name, about in found.items():
         wanted = math.prod(sizes.get(name, about.size))
         there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
-        if there != wanted or overlap(about.chunks):
+        twice = overlap(about.chunks)
+        if there != wanted or twice:
             raise SafetensorError(
                 f"{folder}: the files have {there} elements of {name!r}, which has {wanted}"
-                f"{'; some are there twice' if overlap(about.chunks) else ''}"
+                f"{'; some are there twice' if twice else ''}"
             )
 
 
 def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether two parts of a tensor share elements."""
-    ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
-    for number, one in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if other.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                # All further ones begin even later, because they are sorted.
+    """Return whether two parts of a tensor share elements.
+
+    Groups of parts are divided at gaps, in one dimension after the other, so that parts
+    of a grid are never compared in pairs.
+    """
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    groups = [[box for box in boxes if 0 not in box[1]]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for dim in range(len(group[0][0])):
+            divided = _split(group, dim)
+            if len(divided) > 1:
+                groups += divided
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(
-                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
+        else:
+            # No cut divides them: they overlap, or are arranged like a pinwheel.
+            if any(_share(*pair) for pair in itertools.combinations(group, 2)):
                 return True
     return False
+
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _share(one: _Box, other: _Box) -> bool:
+    """Return whether two boxes share elements."""
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+
+
+def _split(boxes: list[_Box], dim: int) -> list[list[_Box]]:
+    """Group boxes by the connected ranges that they cover in a dimension."""
+    groups: list[list[_Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda each: each[0][dim]):
+        if not groups or box[0][dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box[0][dim] + box[1][dim])
+    return groups

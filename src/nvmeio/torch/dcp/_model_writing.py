@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
@@ -199,11 +200,15 @@ thread_count_consolidation
             files: dict[str, ModelFile] = {}
             for name in {each.storage_data.relative_path for each in results}:
                 files[name] = opened(stack, os.path.join(folder, name))
+            placed = {
+                name: {tensor.name: tensor for tensor in file.layout.tensors}
+                for name, file in files.items()
+            }
             for fqn, found in parts.items():
                 about = metadata.state_dict_metadata[fqn]
                 dtype = _header_dtype(about.properties.dtype)
                 shape = header_shape(dtype, tuple(about.size))
-                contents = functools.partial(_joined, fqn, about, found, files)
+                contents = functools.partial(_joined, fqn, about, found, files, placed)
                 name = _hf_utils._gen_file_name(mapping[fqn], highest)
                 named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
             for name, sources in named.items():
@@ -309,6 +314,7 @@ def _joined(
     about: TensorStorageMetadata,
     parts: Iterable[WriteResult],
     files: Mapping[str, ModelFile],
+    placed: Mapping[str, Mapping[str, Any]],
 ) -> Bytes:
     """Read the parts of a tensor from files, and return the whole tensor's bytes."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype)
@@ -322,8 +328,7 @@ def _joined(
     items = []
     for each in parts:
         file = files[each.storage_data.relative_path]
-        (found,) = (t for t in file.layout.tensors if t.name == each.index.fqn)
-        stored = stored_of(file, found)
+        stored = stored_of(file, placed[each.storage_data.relative_path][each.index.fqn])
         offsets = each.index.offset or (0,) * len(stored.shape)
         pairs = zip(offsets, stored.shape, strict=True)
         part = whole[tuple(slice(low, low + count) for low, count in pairs)]
