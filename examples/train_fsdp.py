@@ -79,9 +79,10 @@ def main() -> None:
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    step = newest(options.folder)
-    # Every rank must look for checkpoints before any rank makes a new one.
-    dist.barrier()
+    # Rank 0 chooses, because other ranks may see other steps.
+    chosen = [newest(options.folder) if dist.get_rank() == 0 else 0]
+    dist.broadcast_object_list(chosen, src=0)
+    (step,) = chosen
     if step:
         state = state_of(model, optimizer)
         reader = FileSystemReader(options.folder / f"step-{step}")

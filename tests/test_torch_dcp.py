@@ -616,6 +616,20 @@ def test_after_install_a_folders_name_is_enough(tmp_path):
     assert _storage_utils.FileSystemWriter is torchs
 
 
+def test_install_can_allow_any_object(tmp_path):
+    dcp.save({"x": Evil(tmp_path / "marker")}, checkpoint_id=tmp_path / "a", no_dist=True)
+    try:
+        for weights_only in (True, False):
+            ours.install(weights_only=weights_only)
+            with contextlib.ExitStack() as stack:
+                if weights_only:
+                    stack.enter_context(pytest.raises(CheckpointException))
+                dcp.load({"x": None}, checkpoint_id=tmp_path / "a", no_dist=True)
+            assert (tmp_path / "marker").exists() == (not weights_only)
+    finally:
+        ours.uninstall()
+
+
 def test_async_save_works(tmp_path):
     state = state_of(1)
     future = dcp.async_save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)

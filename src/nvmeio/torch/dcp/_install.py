@@ -1,10 +1,12 @@
 """Make nvmeio's readers and writers the default of torch.distributed.checkpoint."""
 
+import os
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import _storage_utils
 
+from nvmeio._arguments.checks import flag
 from nvmeio.torch.dcp._reading import FileSystemReader
 from nvmeio.torch.dcp._writing import FileSystemWriter
 
@@ -13,8 +15,26 @@ __all__ = ["install", "uninstall"]
 _torchs: dict[str, Any] = {}
 
 
-def install() -> None:
+class _AnyReader(FileSystemReader):
+    """A reader that unpickles anything, unless it is told otherwise."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        weights_only: bool = False,
+    ) -> None:
+        super().__init__(path, _extension_registry, weights_only=weights_only)
+
+
+def install(*, weights_only: bool = True) -> None:
     """Make torch.distributed.checkpoint use nvmeio if it is given only a `checkpoint_id`.
+
+    Parameters
+    ----------
+    weights_only : bool, default True
+        As for `FileSystemReader`.  With False, a file can run any code.
 
     Raises
     ------
@@ -23,7 +43,7 @@ def install() -> None:
 
     Notes
     -----
-    A second call changes nothing.
+    A second call changes only `weights_only`.
 
     Examples
     --------
@@ -34,7 +54,8 @@ def install() -> None:
     >>> saved = checkpoint.save({"weight": torch.arange(4)}, checkpoint_id="step-100")
     >>> nvmeio.torch.dcp.uninstall()
     """
-    ours = {"FileSystemReader": FileSystemReader, "FileSystemWriter": FileSystemWriter}
+    reader = FileSystemReader if flag("weights_only", weights_only) else _AnyReader
+    ours = {"FileSystemReader": reader, "FileSystemWriter": FileSystemWriter}
     for name in ours:
         if not hasattr(_storage_utils, name):
             raise RuntimeError(
@@ -42,9 +63,10 @@ def install() -> None:
                 f"{name}; pass storage_reader and storage_writer instead"
             )
     for name, kind in ours.items():
-        if getattr(_storage_utils, name) is not kind:
-            _torchs[name] = getattr(_storage_utils, name)
-            setattr(_storage_utils, name, kind)
+        found = getattr(_storage_utils, name)
+        if found not in (FileSystemReader, _AnyReader, FileSystemWriter):
+            _torchs[name] = found
+        setattr(_storage_utils, name, kind)
 
 
 def uninstall() -> None:
