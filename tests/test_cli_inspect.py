@@ -1,9 +1,14 @@
 """``nvmeio inspect`` lists the contents of files."""
 
+import gzip
 import json
 import os
 import pathlib
+import pickle
 import re
+import struct
+import sys
+import tarfile
 import zipfile
 
 import numpy as np
@@ -13,7 +18,7 @@ import nvmeio.safetensors.numpy as st
 from commands import call_nvmeio
 from nvmeio._cli import main, torch_files
 from nvmeio.checkpoint import Checkpointer
-from nvmeio.safetensors import save_sharded
+from nvmeio.safetensors import SafetensorError, save_sharded
 
 TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
 
@@ -67,15 +72,25 @@ def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     assert "neither a .npy file nor a model file" in found.err
 
 
-def test_a_model_in_several_files_is_an_error_that_says_what_to_inspect(tmp_path):
+def test_a_model_in_several_files_is_listed_with_the_file_of_each_tensor(tmp_path):
     sharded = tmp_path / "sharded"
     save_sharded(TENSORS, sharded, 10_000)
-    assert "model files" in (text := call_nvmeio("inspect", sharded).err)
-    assert text.rstrip().endswith("; inspect one of them")
-    text = call_nvmeio("inspect", sharded / "model.safetensors.index.json").err
-    assert "it is the index of a model in several files" in text
-    shard = sharded / "model-00001-of-00002.safetensors"
-    assert call_nvmeio("inspect", shard).status == 0
+    index = sharded / "model.safetensors.index.json"
+    for path in (sharded, index):
+        found = json.loads(call_nvmeio("inspect", path, "--json").out)
+        assert {each["name"]: each["files"] for each in found["tensors"]} == {
+            name: [file]
+            for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    shown = call_nvmeio("inspect", sharded).out.splitlines()
+    assert shown[0].split() == ["name", "dtype", "shape", "size", "files"]
+    assert shown[-1].startswith("safetensors, in several files: 2 tensors, 16 KiB")
+    index.write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
+    assert "which is not in its folder" in call_nvmeio("inspect", sharded).err
+    index.unlink()
+    (sharded / "model-00001-of-00002.safetensors").write_bytes(b"")
+    found = call_nvmeio("inspect", sharded)
+    assert re.search("model-00001-of-00002.safetensors: .*it is empty", found.err)
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
@@ -270,3 +285,234 @@ def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch_files, "PICKLE_BYTES_MAX", 3)
     assert main(["inspect", str(path)]) == 1
     assert f"{path}: its pickle has 4 B; the limit is 3 B\n" in capsys.readouterr().err
+
+
+def listed(path):
+    """Return what inspect lists of a file, which numpy and torch do not read for it."""
+    found = call_nvmeio("inspect", path, "--json")
+    assert found.status == 0, found.err
+    assert call_nvmeio("inspect", path).status == 0
+    return json.loads(found.out)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_the_arrays_of_an_npz_file_are_listed(tmp_path, save):
+    path = tmp_path / "arrays.npz"
+    save(path, x=np.arange(6.0).reshape(2, 3), y=np.array(7, np.int16))
+    found = listed(path)
+    assert found["format"] == "npz"
+    x, y = found["tensors"]
+    assert (x["name"], x["dtype"], x["shape"], x["bytes"]) == ("x", "float64", [2, 3], 48)
+    assert (y["name"], y["dtype"], y["shape"], y["bytes"]) == ("y", "int16", [], 2)
+    if save is np.savez:
+        data = path.read_bytes()
+        assert data[x["offset"] :][:48] == np.arange(6.0).tobytes()
+    else:
+        assert x["offset"] is None
+
+
+def test_a_npy_file_of_objects_is_named_as_such(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([{}, None]), allow_pickle=True)
+    found = listed(tmp_path / "x.npy")
+    assert found["metadata"] == {"order": "C", "pickled": "Python objects"}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_whole_modules_and_tensors_of_all_layouts_are_listed(tmp_path, legacy):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    path = tmp_path / "state.pt"
+    dense = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "module": module,
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+        "rows": dense[1:],
+    }
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    found = listed(path)
+    tensors = {each["name"]: each for each in found["tensors"]}
+    assert found["format"] == ("torch, before 1.6" if legacy else "torch")
+    expected = {f"module/{name.replace('.', '/')}" for name in module.state_dict()}
+    assert set(tensors) == expected | {"coo", "csr", "quantized", "rows"}
+    coo, csr, quantized = (tensors[name] for name in ("coo", "csr", "quantized"))
+    assert (coo["dtype"], coo["shape"]) == ("float32 sparse_coo", [3, 4])
+    assert coo["bytes"] == 11 * (2 * 8 + 4)
+    assert (csr["dtype"], csr["shape"]) == ("float32 sparse_csr", [3, 4])
+    assert csr["bytes"] == 11 * (8 + 4) + 4 * 8
+    assert (quantized["dtype"], quantized["bytes"]) == ("qint8", 12)
+    data = path.read_bytes()
+    for name, tensor in module.state_dict().items():
+        one = tensors[f"module/{name.replace('.', '/')}"]
+        assert data[one["offset"] :][: one["bytes"]] == tensor.numpy().tobytes()
+    rows = tensors["rows"]
+    assert data[rows["offset"] :][: rows["bytes"]] == dense[1:].numpy().tobytes()
+
+
+def test_a_module_alone_is_named_by_its_class(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save(torch.nn.Linear(3, 2), tmp_path / "module.pt")
+    found = listed(tmp_path / "module.pt")
+    assert found["metadata"] == {"class": "torch.nn.modules.linear.Linear"}
+    assert [each["name"] for each in found["tensors"]] == ["weight", "bias"]
+
+
+def test_a_file_of_torchscript_is_listed(tmp_path):
+    torch = pytest.importorskip("torch")
+    module = torch.jit.trace(torch.nn.Linear(3, 2), torch.ones(1, 3))
+    torch.jit.save(module, tmp_path / "module.pt")
+    found = listed(tmp_path / "module.pt")
+    assert found["format"] == "TorchScript"
+    assert [(each["name"], each["shape"]) for each in found["tensors"]] == [
+        ("weight", [2, 3]),
+        ("bias", [2]),
+    ]
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.999])
+def test_a_truncated_file_of_torch_is_named_as_such(tmp_path, legacy, part):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "state.pt"
+    state = {"x": torch.ones(3000)}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    os.truncate(path, int(path.stat().st_size * part))
+    found = call_nvmeio("inspect", path)
+    assert (found.status, found.out) == (1, "")
+    assert str(path) in found.err
+    assert "truncated" in found.err
+
+
+def test_a_legacy_file_runs_no_code_and_reads_no_more_than_it_has(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    path = tmp_path / "state.pt"
+    state = {"evil": Evil(), "x": torch.ones(1)}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    assert [each["name"] for each in listed(path)["tensors"]] == ["x"]
+    assert not (tmp_path / "made").exists()
+    monkeypatch.setattr(torch_files, "PICKLE_BYTES_MAX", 100)
+    found = call_nvmeio("inspect", path)
+    assert "its pickle has 101 B; the limit is 100 B" in found.err
+
+
+def test_the_files_of_a_tar_archive_are_listed(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"hello")
+    path = tmp_path / "shard.tar"
+    with tarfile.open(path, "w") as archive:
+        archive.add(tmp_path / "a.txt", "0001.txt")
+    found = listed(path)
+    (member,) = found["members"]
+    assert (found["format"], member["name"], member["bytes"]) == ("tar", "0001.txt", 5)
+    assert path.read_bytes()[member["offset"] :][:5] == b"hello"
+    os.truncate(path, member["offset"] + 2)
+    assert "truncated" in call_nvmeio("inspect", path).err
+
+
+def test_an_index_of_megatron_is_listed(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(bytes(12))
+    head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, 2, 3)
+    index = head + struct.pack("<2i2q3q", 4, 2, 0, 8, 0, 1, 2)
+    (tmp_path / "tokens.idx").write_bytes(index)
+    for name in ("tokens.idx", "tokens.bin"):
+        found = listed(tmp_path / name)
+        (tensor,) = found["tensors"]
+        assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == ("uint16", [6], 12)
+        assert found["metadata"] == {"sequences": 2, "documents": 2}
+    for nbytes in (20, len(index) - 1):
+        (tmp_path / "tokens.idx").write_bytes(index[:nbytes])
+        assert "truncated" in call_nvmeio("inspect", tmp_path / "tokens.idx").err
+
+
+def mds_folder(folder):
+    """Write an MDS shard of two samples, and its index."""
+    columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
+    text = json.dumps(columns).encode()
+    begin = 4 * 4 + len(text)
+    table = np.array([2, begin, begin + 8, begin + 16], np.uint32).tobytes()
+    shard = table + text + np.arange(2).tobytes()
+    (folder / "shard.00000.mds").write_bytes(shard)
+    raw = {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}}
+    described = {"samples": 2, "raw_data": raw, "format": "mds", "version": 2, **columns}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [described]}))
+    return folder / "shard.00000.mds"
+
+
+def test_a_shard_and_a_folder_of_mds_are_listed(tmp_path):
+    shard = mds_folder(tmp_path)
+    for path in (tmp_path, shard):
+        found = listed(path)
+        assert found["format"] == "mds"
+        assert found["metadata"] == {"samples": 2, "columns": {"x": "int"}}
+        (member,) = found["members"]
+        assert (member["name"], member["kind"]) == (shard.name, "2 samples")
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert "an MDS shard that was truncated" in call_nvmeio("inspect", shard).err
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    b"size 12345\n"
+)
+FOREIGN = {
+    "pointer": (POINTER, "a Git LFS pointer, not the file itself, of 12345 bytes"),
+    "html": (b"<!DOCTYPE html>\n<html>404", "a page of HTML"),
+    "html, indented": (b"\xef\xbb\xbf\n  <html>", "a page of HTML"),
+    "xml": (b"<?xml version='1.0'?><Error>AccessDenied</Error>", "XML, as object stores"),
+    "empty": (b"", "it is empty"),
+    "zeros": (bytes(4096), "it begins with zeros only"),
+    "gzip": (gzip.compress(b"x" * 100), "compressed by gzip"),
+    "pickle": (pickle.dumps({"x": 1}), "it is a pickle"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(600), "an HDF5 file"),
+    "gguf": (b"GGUF\3\0\0\0" + bytes(600), "a GGUF file"),
+    "json": (b'{"error": "Repository not found"}', "probably JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_a_file_is_is_said_by_inspect_and_by_load_file(tmp_path, kind):
+    """The message of load_file stays that of safetensors; a note names file and kind."""
+    path = tmp_path / "model.safetensors"
+    content, words = FOREIGN[kind]
+    path.write_bytes(content)
+    found = call_nvmeio("inspect", path)
+    assert (found.status, found.out) == (1, "")
+    assert f"{path}: " in found.err
+    assert words in found.err
+    with pytest.raises(SafetensorError, match=r"^Error while deserializing") as caught:
+        st.load_file(path)
+    assert notes_of(caught.value)[0].startswith(f"{path}: ")
+    assert words in notes_of(caught.value)[0]
+    # As a worker of a DataLoader sends it.
+    assert notes_of(pickle.loads(pickle.dumps(caught.value))) == notes_of(caught.value)
+
+
+def notes_of(error):
+    if sys.version_info < (3, 11):
+        pytest.skip("this Python has no notes")
+    return error.__notes__
+
+
+@pytest.mark.parametrize("part", [12, 60, -1])
+def test_a_truncated_model_file_is_named_as_such(tmp_path, part):
+    path = tmp_path / "model.safetensors"
+    st.save_file(TENSORS, path)
+    os.truncate(path, part if part > 0 else path.stat().st_size + part)
+    assert "truncated" in call_nvmeio("inspect", path).err
+    with pytest.raises(SafetensorError) as caught:
+        st.load_file(path)
+    assert "truncated" in notes_of(caught.value)[0]
+
+
+def test_a_zip_archive_of_other_files_is_named_as_such(tmp_path):
+    path = tmp_path / "model.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", b"hello")
+    found = call_nvmeio("inspect", path)
+    assert "a zip archive of 1 file, 'a.txt', and neither" in found.err

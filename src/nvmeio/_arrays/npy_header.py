@@ -31,6 +31,7 @@ __all__ = [
     "check_extents",
     "check_size",
     "has_magic",
+    "header_in",
     "header_of",
     "read_layout",
     "replace_shape",
@@ -104,7 +105,7 @@ def read_layout(file: File, *, shared: bool) -> Layout:
     with naming(file.path), header_for_reading(file, shared=shared) as descriptor:
         head, size = io.BytesIO(_read_head(descriptor)), file.size
     try:
-        shape, fortran, dtype = _read_header(head)
+        shape, fortran, dtype = header_in(head)
         extents = extents_of(shape)
         check_element(dtype)
         check_extents(extents, dtype)
@@ -140,8 +141,8 @@ def _read_head(descriptor: int) -> bytes:
     return os.pread(descriptor, min(end, _HEAD_BYTES_MAX), 0)
 
 
-def _read_header(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header; the stream is then at the beginning of the data."""
+def header_in(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, Fortran order and dtype; the stream is then where the data begin."""
     version = npy.read_magic(stream)
     if version not in _VERSIONS:
         raise ValueError(f"its version is {version}; it must be 1.0, 2.0 or 3.0")

@@ -9,15 +9,20 @@ import os
 import shlex
 from typing import Any
 
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.record_files import is_mds_folder, mds_folder
 from nvmeio._cli.torch_files import check_pickle_size, loaded
-from nvmeio._files.kinds import METADATA, STEP, TENSORS, what_is_in
+from nvmeio._files.kinds import INDEX_END, METADATA, STEP, TENSORS, what_is_in
 from nvmeio._tensors.torch_files import SIZES, Reader
 from nvmeio.checkpoint import CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
-from nvmeio.safetensors import safe_open
+from nvmeio.safetensors import SafetensorError, safe_open
 
-__all__ = ["contents_of", "step_of", "tensors_in"]
+__all__ = ["contents_of", "models_in", "step_of", "tensors_in"]
+
+# No index of a model is longer than the longest header.
+HEADER_BYTES_MAX = 100_000_000
 
 
 def step_of(path: str) -> tuple[str, int] | None:
@@ -36,12 +41,60 @@ def contents_of(path: str) -> dict[str, Any]:
             return _step(path, step[1])
         except (CheckpointError, MovedError) as error:
             raise CommandError(f"{error}; {what_is_in(path)}") from None
+    names = os.listdir(path)
+    if any(name.endswith(".safetensors") for name in names):
+        return models_in(path)
+    if is_mds_folder(path):
+        return mds_folder(path)
     words = f"{path}: it is a folder, not a file; {what_is_in(path)}"
-    if any(map(STEP.fullmatch, os.listdir(path))):
+    if any(map(STEP.fullmatch, names)):
         words += f"; `nvmeio checkpoints {shlex.quote(path)}` lists them"
-    elif any(name.endswith(".safetensors") for name in os.listdir(path)):
-        words += "; inspect one of them"
     raise CommandError(words)
+
+
+def models_in(path: str) -> dict[str, Any]:
+    """Return the tensors of a model in several files, with the file of each.
+
+    Those of the index are listed, where there is one, or else all of the folder.
+    """
+    names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    index = next((each for each in os.listdir(path) if each.endswith(INDEX_END)), None)
+    said: dict[str, Any] = {}
+    if index:
+        names, said = _indexed(os.path.join(path, index))
+    tensors = []
+    for name in names:
+        file = os.path.join(path, name)
+        try:
+            found = tensors_in(file)["tensors"]
+        except SafetensorError as error:
+            words = "; ".join((str(error), *getattr(error, "__notes__", ())))
+            raise CommandError(f"{file}: {words}") from None
+        for each in found:
+            del each["offset"]
+            tensors.append({**each, "files": [name]})
+    kind = "safetensors, in several files" if len(names) > 1 else "safetensors, in a folder"
+    return {"format": kind, "metadata": said or None, "tensors": tensors, "values": []}
+
+
+def _indexed(index: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the files and the metadata of an index, checked."""
+    try:
+        with open(index, "rb") as file:
+            text = file.read(HEADER_BYTES_MAX + 1)
+        if len(text) > HEADER_BYTES_MAX:
+            raise ValueError(f"it has more than {HEADER_BYTES_MAX} bytes")
+        found = parse_json(text)
+        names = sorted(set(found["weight_map"].values()))
+        said = found.get("metadata") or {}
+        if not isinstance(said, dict):
+            raise TypeError("its metadata are no object")
+        for name in names:
+            if os.path.basename(name) != name or name in ("", ".", ".."):
+                raise ValueError(f"it names {name!r}, which is not in its folder")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CommandError(f"{index}: it is no index of model files: {error!r}") from None
+    return names, said
 
 
 def tensors_in(path: str) -> dict[str, Any]:

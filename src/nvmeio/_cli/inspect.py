@@ -1,27 +1,34 @@
-"""``nvmeio inspect``: list the tensors of a file by its header, or of a checkpoint."""
+"""``nvmeio inspect``: list what is in a file by its header, or in a folder."""
 
 import argparse
 import json
 import os
+import zipfile
 from typing import Any
 
 from nvmeio._arguments.units import in_binary
-from nvmeio._arrays.npy_header import has_magic, read_layout
 from nvmeio._cli.arguments import CommandError, Parser, option
-from nvmeio._cli.folders import contents_of, tensors_in
+from nvmeio._cli.array_files import is_npz, npy_contents, npz_contents
+from nvmeio._cli.folders import contents_of, models_in, tensors_in
+from nvmeio._cli.record_files import mds_contents, megatron_contents, tar_contents
 from nvmeio._cli.terminal import Terminal, harmless
-from nvmeio._cli.torch_files import is_torch_file, tensors_of
-from nvmeio._files.kinds import INDEX_END
-from nvmeio._native.file import File
+from nvmeio._cli.torch_files import is_torch_file, legacy_contents, script_or_saved
+from nvmeio._files.kinds import HEAD_BYTES, INDEX_END, PICKLE, what_begins
 from nvmeio.safetensors import SafetensorError
 
 NOTES = """\
-Reads only headers.  Offsets are in bytes from the beginning of the file; a
-tensor at a multiple of 4096 can be read directly into page-aligned memory.
+Reads only headers, and runs no pickle.  Offsets are in bytes from the beginning
+of the file; a tensor at a multiple of 4096 can be read directly into page-aligned
+memory.
 
-The folder of a checkpoint is a step of nvmeio.checkpoint, with offsets in its
-tensors.safetensors, or one of torch.distributed.checkpoint, whose values are
-listed with their shards as its .metadata describes them.
+Files: safetensors, .npy, .npz, torch.save (also whole modules, and files from
+before torch 1.6), TorchScript, tar archives, MDS shards, Megatron's .idx with its
+.bin.  Of any other file, the error says what it is where its first bytes tell.
+
+Folders: a step of nvmeio.checkpoint, with offsets in its tensors.safetensors; a
+checkpoint of torch.distributed.checkpoint, whose values are listed with their
+shards as its .metadata describes them; a model in several safetensors files; the
+shards of an MDS dataset.
 
 examples:
   nvmeio inspect model.safetensors
@@ -37,93 +44,133 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a safetensors, .npy or torch.save file, or the folder of a checkpoint",
+        help="a file of tensors or samples, or the folder of a checkpoint or model",
     )
     option(parser, "--json", "write one object of JSON to standard output")
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     path = options.file
-    if os.path.isdir(path):
-        found = contents_of(path)
-    else:
-        found = _npy(path) or _torch(path) or _safetensors(path)
+    found = contents_of(path) if os.path.isdir(path) else file_contents(path)
     if options.json:
         terminal.say(json.dumps(found, indent=2))
         return 0
-    tensors = found["tensors"]
-    # The tensors of torch.distributed.checkpoint have files in the place of offsets.
-    last = "files" if "values" in found else "offset"
+    tensors, members = found["tensors"], found.get("members", [])
+    # The tensors of a folder have files in the place of offsets.
+    folder = "values" in found
+    others = found.get("values", [])
     rows = [
         (
             each["name"],
             each["dtype"],
             " x ".join(map(str, each["shape"])) or "-",
             in_binary(each["bytes"]),
-            _files(each["files"]) if last == "files" else str(each["offset"]),
+            _files(each["files"]) if folder else _offset(each["offset"]),
         )
         for each in tensors
     ]
     rows += [
         (each["name"], "a value", "-", in_binary(each["bytes"]), _files(each["files"]))
-        for each in found.get("values", ())
+        for each in others
+    ]
+    rows += [
+        (
+            each["name"],
+            each["kind"],
+            "-",
+            in_binary(each["bytes"]),
+            _offset(each["offset"]),
+        )
+        for each in members
     ]
     if rows:
+        last = "files" if folder else "offset"
         terminal.table(("name", "dtype", "shape", "size", last), rows)
     for key, value in (found["metadata"] or {}).items():
         text = value if isinstance(value, str) else json.dumps(value)
         terminal.say(f"{harmless(key)}: {harmless(text)}")
-    total = sum(each["bytes"] for each in tensors)
-    count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
-    summary = f"{found['format']}: {count}, {in_binary(total)}"
+    terminal.say(f"{found['format']}: {_summary(found, tensors, members)}")
+    return 0
+
+
+def _summary(found: dict[str, Any], tensors: list[Any], members: list[Any]) -> str:
+    total = sum(each["bytes"] for each in (*tensors, *members))
+    if members:
+        return f"{_count(len(members), 'file')}, {in_binary(total)}"
+    summary = f"{_count(len(tensors), 'tensor')}, {in_binary(total)}"
     if "values" in found:
         others = len(found["values"])
-        summary += f"; {others} other value{'s' * (others != 1)}"
-    else:
-        aligned = sum(each["offset"] % 4096 == 0 for each in tensors)
-        summary += f"; {aligned} at multiples of 4096"
-    terminal.say(summary)
-    return 0
+        return summary + f"; {_count(others, 'other value')}"
+    offsets = [each["offset"] for each in tensors]
+    aligned = sum(offset is not None and offset % 4096 == 0 for offset in offsets)
+    return summary + f"; {aligned} at multiples of 4096"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _files(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} files"
 
 
-def _npy(path: str) -> dict[str, Any] | None:
-    """Return the contents of a .npy file; None for other files."""
-    with File(path, direct=False) as file:
-        if not has_magic(file):
-            return None
-        layout = read_layout(file, shared=False)
-    tensor = {
-        "name": "",
-        "dtype": str(layout.dtype),
-        "shape": list(layout.shape),
-        "bytes": layout.nbytes,
-        "offset": layout.offset,
-    }
-    order = "Fortran" if layout.fortran else "C"
-    return {"format": "npy", "metadata": {"order": order}, "tensors": [tensor]}
+def _offset(offset: int | None) -> str:
+    # Of compressed arrays, and of tensors without bytes.
+    return "-" if offset is None else str(offset)
 
 
-def _torch(path: str) -> dict[str, Any] | None:
-    """Return the contents of a torch.save file; None for other files."""
-    if not is_torch_file(path):
-        return None
-    return {"format": "torch", "metadata": None, "tensors": tensors_of(path)}
-
-
-def _safetensors(path: str) -> dict[str, Any]:
-    """Return the contents of a safetensors file."""
-    try:
-        return tensors_in(path)
-    except SafetensorError as error:
-        if path.endswith(INDEX_END):
+def file_contents(path: str) -> dict[str, Any]:
+    """Return the contents of a file, or raise CommandError that says what it is."""
+    if path.endswith(INDEX_END):
+        return models_in(os.path.dirname(path) or ".")
+    with open(path, "rb") as file:
+        head, nbytes = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
+    if head.startswith(b"PK\3\4") or path.endswith(".distcp"):
+        return _zip(path, head)
+    for contents in (npy_contents, legacy_contents, tar_contents, megatron_contents):
+        if found := contents(path):
+            return found
+    what = what_begins(head, nbytes)
+    if head[8:9] == b"{" or what is None:
+        try:
+            return tensors_in(path)
+        except SafetensorError as error:
+            if found := mds_contents(path):
+                return found
+            notes = getattr(error, "__notes__", ())
+            words = "; ".join((str(error), *(_without(path, each) for each in notes)))
             raise CommandError(
-                f"{path}: it is the index of a model in several files, not one of them; "
-                "inspect one of the files that it names"
+                f"{path}: it is neither a .npy file nor a model file: {words}"
             ) from None
+    if what is PICKLE:
+        what = (
+            "it is a pickle that torch.save did not write, or that was truncated; "
+            "inspect runs no pickle"
+        )
+    raise CommandError(f"{path}: {what}")
+
+
+def _without(path: str, note: str) -> str:
+    return note.removeprefix(f"{path}: ")
+
+
+def _zip(path: str, head: bytes) -> dict[str, Any]:
+    """Return the contents of a zip archive, of torch or numpy."""
+    try:
+        if is_torch_file(path):
+            return script_or_saved(path)
+        if is_npz(path):
+            return npz_contents(path)
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
         raise CommandError(
-            f"{path}: it is neither a .npy file nor a model file: {error}"
+            f"{path}: it begins like a zip archive, as torch.save and numpy.savez write, "
+            "but its end is missing or damaged: it was truncated; write or download it "
+            f"again ({error})"
         ) from None
+    some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+    raise CommandError(
+        f"{path}: it is a zip archive of {_count(len(names), 'file')}, {some}, and neither "
+        "torch.save nor numpy.savez wrote it"
+    )

@@ -1,9 +1,20 @@
-"""Tell what a folder is by the names of its files."""
+"""Tell what a folder is by the names of its files, and a file by how it begins."""
 
 import os
 import re
 
-__all__ = ["INDEX_END", "MANIFEST", "METADATA", "STEP", "TENSORS", "what_is_in"]
+__all__ = [
+    "HEAD_BYTES",
+    "INDEX_END",
+    "MANIFEST",
+    "METADATA",
+    "PICKLE",
+    "STEP",
+    "TENSORS",
+    "TORCH_LEGACY",
+    "what_begins",
+    "what_is_in",
+]
 
 # The name of the folder of a step of a Checkpointer, and of two of its files.
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
@@ -16,6 +27,46 @@ METADATA = ".metadata"
 INDEX_END = ".safetensors.index.json"
 
 _NAMES_MAX = 3
+
+# How much of a file what_begins() looks at: the magic of a tar archive ends at 262.
+HEAD_BYTES = 512
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = re.compile(rb"^size ([0-9]{1,18})$", re.MULTILINE)
+_DECOMPRESS = "decompress it first"
+
+# How files of other formats begin, and what they are.
+_MAGICS = {
+    b"\x1f\x8b": f"it is compressed by gzip; {_DECOMPRESS}",
+    b"\x28\xb5\x2f\xfd": f"it is compressed by zstd; {_DECOMPRESS}",
+    b"\xfd7zXZ\0": f"it is compressed by xz; {_DECOMPRESS}",
+    b"BZh": f"it is compressed by bzip2; {_DECOMPRESS}",
+    b"\x04\x22\x4d\x18": f"it is compressed by lz4; {_DECOMPRESS}",
+    b"7z\xbc\xaf\x27\x1c": "it is a 7z archive; extract it first",
+    b"PK\3\4": (
+        "it is a zip archive, as torch.save and numpy.savez write; torch.load or "
+        "numpy.load reads those"
+    ),
+    b"PK\5\6": "it is an empty zip archive",
+    b"\x93NUMPY": "it is a .npy file, which numpy.load and nvmeio.load read",
+    b"MMIDIDX\0": "it is the index of a Megatron dataset, which MegatronDataset reads",
+    b"\x89HDF\r\n\x1a\n": "it is an HDF5 file, as Keras writes; h5py reads it",
+    b"GGUF": "it is a GGUF file, which llama.cpp reads",
+    b"PAR1": "it is a Parquet file",
+    b"ARROW1": "it is an Arrow file",
+    b"SQLite format 3\0": "it is a database of SQLite",
+    b"\x7fELF": "it is a program or a shared library",
+    b"%PDF-": "it is a PDF document",
+    b"\x89PNG": "it is a PNG image",
+    b"\xff\xd8\xff": "it is a JPEG image",
+}
+PICKLE = "it is a pickle, as torch.save wrote before 1.6"
+_HTML = (
+    "it is a page of HTML, which servers send in the place of a file that is not there or "
+    "needs a login; download it again"
+)
+# Torch's old format begins with a pickle of this number.
+TORCH_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def what_is_in(folder: str) -> str:
@@ -51,3 +102,36 @@ def what_is_in(folder: str) -> str:
     if len(names) > _NAMES_MAX:
         some += f" and {len(names) - _NAMES_MAX} more"
     return f"it has {some}" if names else "it is empty"
+
+
+def what_begins(head: bytes, nbytes: int) -> str | None:
+    """Say what a file of `nbytes` bytes is that begins with `head`; None if unknown."""
+    if nbytes == 0:
+        return "it is empty: nothing was written or downloaded"
+    if head.startswith(_POINTER):
+        found = _POINTER_BYTES.search(head)
+        size = f", of {int(found[1])} bytes" if found else ""
+        return (
+            f"it is a Git LFS pointer, not the file itself{size}; `git lfs pull` "
+            "downloads that"
+        )
+    for magic, words in _MAGICS.items():
+        if head.startswith(magic):
+            return words
+    if head[257:262] == b"ustar":
+        return "it is a tar archive"
+    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return PICKLE
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<head")):
+        return _HTML
+    if text.startswith(b"<?xml"):
+        return (
+            "it is XML, as object stores send in the place of a file that is not there or "
+            "needs a login; download it again"
+        )
+    if not head.strip(b"\0"):
+        return "it begins with zeros only, as after an interrupted download or a crash"
+    if text.startswith((b"{", b"[")):
+        return "it is a text, probably JSON"
+    return None

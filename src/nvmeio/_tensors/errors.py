@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SafetensorError"]
+__all__ = ["SafetensorError", "note"]
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, where Python has notes (3.11 and later)."""
+    if add := getattr(error, "add_note", None):
+        add(text)
 
 
 class SafetensorError(Exception):
@@ -43,4 +49,5 @@ class SafetensorError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as this class, because another process may not have the subclass."""
-        return SafetensorError, self.args
+        # With the notes, which say what an unreadable file is.
+        return SafetensorError, self.args, vars(self) or None

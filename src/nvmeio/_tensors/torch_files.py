@@ -13,12 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "SIZES",
+    "Nothing",
     "Readable",
     "Reader",
     "Stored",
     "begin_of",
     "content_of",
     "entries_of",
+    "storage_itemsize",
+    "tensor_of",
     "unpickled",
 ]
 
@@ -38,9 +41,20 @@ _KINDS = {
     "ByteStorage": ("uint8", 1),
     "ComplexFloatStorage": ("complex64", 8),
     "ComplexDoubleStorage": ("complex128", 16),
+    "QInt8Storage": ("qint8", 1),
+    "QUInt8Storage": ("quint8", 1),
+    "QInt32Storage": ("qint32", 4),
+    # Elements of less than a byte: an element of the storage is a byte.
+    "QUInt4x2Storage": ("quint4x2", 1),
+    "QUInt2x4Storage": ("quint2x4", 1),
 }
 SIZES = dict(_KINDS.values())
 SIZES |= {"uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4}
+
+
+def storage_itemsize(kind: str) -> int:
+    """Return the size of an element of a storage in bytes, by the name of its class."""
+    return _KINDS.get(kind, ("", 1))[1]
 
 
 class Readable(Protocol):
@@ -100,7 +114,7 @@ class Stored(NamedTuple):
         return begin_of(file, entry) + self.begin * self.itemsize
 
 
-class _Nothing:
+class Nothing:
     """Replaces an object of any other class, and does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -129,7 +143,7 @@ class Reader(pickle.Unpickler):
             return collections.OrderedDict
         if module == "torch._utils":
             if name == "_rebuild_tensor_v2":
-                return _tensor
+                return tensor_of
             if name == "_rebuild_tensor_v3":
                 return _tensor_of_dtype
             if name.startswith("_rebuild_parameter"):
@@ -140,12 +154,13 @@ class Reader(pickle.Unpickler):
             name in _KINDS or name in SIZES or name.startswith("float8")
         ):
             return name
-        return _Nothing
+        return Nothing
 
 
-def _tensor(
+def tensor_of(
     storage: Any, begin: int, shape: Any, strides: Any, *rest: Any, dtype: Any = None
 ) -> Stored:
+    """Return the description of a tensor from the arguments of _rebuild_tensor_v2."""
     key, kind = storage
     name = dtype or kind
     name, size = _KINDS.get(name, (name, SIZES.get(name, 1)))
@@ -159,7 +174,7 @@ def _tensor(
 
 def _tensor_of_dtype(storage: Any, *rest: Any) -> Stored:
     """Read a tensor whose storage has no dtype, which follows the hooks."""
-    return _tensor(storage, *rest[:5], *rest[6:], dtype=rest[5])
+    return tensor_of(storage, *rest[:5], *rest[6:], dtype=rest[5])
 
 
 def _parameter(data: Any, *rest: Any) -> Any:
@@ -175,4 +190,5 @@ def unpickled(text: bytes, reader: type[Reader] = Reader) -> Any:
         remembers = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
         if remembers and value is not None and value > len(text):
             raise ValueError(f"it has {len(text)} bytes, and remembers {value} objects")
-    return reader(io.BytesIO(text)).load()
+    # As torch does for files of Python 2.
+    return reader(io.BytesIO(text), encoding="utf-8").load()
