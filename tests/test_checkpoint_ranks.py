@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from nvmeio.checkpoint import Checkpointer
+from nvmeio.checkpoint._ranks import agree
 from ranks import together
 from workloads import checkpoints as work
 
@@ -86,6 +87,13 @@ def test_nothing_is_restored_if_no_step_is_everywhere(tmp_path, roots):
         together(tmp_path, work.agree, 2, roots=[str(tmp_path / "none")])
         == [(None, None, [])] * 2
     )
+
+
+def test_a_step_that_is_saved_again_is_no_longer_the_agreed_one(roots):
+    with Checkpointer(roots[0]) as saver:
+        assert agree(saver._steps, lambda mine: [mine, mine]) == 100
+        saver.save(100, "again")
+        assert saver.restore(100) == "again"
 
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path, roots):

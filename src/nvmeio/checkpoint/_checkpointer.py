@@ -438,6 +438,7 @@ class Checkpointer:
                 raise CancelledError
             folder.commit(sync=True)
         self._steps.root.written(plan.step)
+        self._steps.agreed.pop(plan.step, None)
         try:
             self._prune(plan.step)
         except OSError as error:
