@@ -586,13 +586,19 @@ class TestCreating:
 
     def test_a_dtype_that_numpy_would_not_read_is_refused(self, path):
         dtype = np.dtype([(f"field{number}", "f4") for number in range(5000)])
-        for call in (
-            lambda: ArrayFile.create(path, (1,), dtype),
-            lambda: nvmeio.save(path, np.zeros(1, dtype)),
-        ):
-            with pytest.raises(ValueError, match=r"5000 fields has .* reads at most 10000"):
-                call()
+        with pytest.raises(ValueError, match=r"5000 fields has .* reads at most 10000"):
+            ArrayFile.create(path, (1,), dtype)
         assert not path.exists()
+
+    @pytest.mark.parametrize("fields", [600, 5000])
+    @pytest.mark.parametrize("letter", ["f", "\N{CYRILLIC SMALL LETTER EF}"])
+    def test_save_writes_a_long_header_as_numpy_does(self, path, fields, letter):
+        dtype = np.dtype([(f"{letter}ield{number}", "f4") for number in range(fields)])
+        array = np.arange(2 * fields, dtype=np.float32).view(dtype)
+        nvmeio.save(path, array)
+        assert_same(np.load(path, max_header_size=1 << 20), array)
+        with pytest.raises(ValueError, match="max_header_size"):
+            nvmeio.load(path)
 
     def test_an_existing_file_is_replaced_only_with_overwrite(self, saved):
         expected, path = saved

@@ -146,6 +146,10 @@ class TestMethods:
                 assert len(file.read(size)) == size
                 file.seek(0)
                 assert file.readinto(bytearray(size)) == size
+            # Also the last bytes, of a read that is larger than the file.
+            file.seek(0)
+            assert len(file.read(4 << 20)) > 30_000
+            assert file.read(1) == b""
 
     def test_a_huge_read_size_takes_no_memory(self, path):
         path.write_bytes(b"12345")

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 import threading
 import warnings
 
@@ -14,6 +15,7 @@ from workloads.common import thread_count
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported after the check, because the module needs torch.
+from torch.autograd import forward_ad  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -180,6 +182,48 @@ def test_tensors_of_other_types_stay_in_memory(saving):
     assert torch.equal(found[1].to_dense(), sparse.to_dense())
     assert found[2].device.type == "meta"
     assert torch.equal(found[3].values(), nested.values())
+
+
+def test_strided_nested_tensors_stay_in_memory(saving):
+    """They have no shape, so torch passes them to no function of Python."""
+
+    def step(change=False):
+        leaf = torch.linspace(-1, 1, 4000, requires_grad=True)
+        nested = torch.nested.as_nested_tensor([leaf[:1000] * 2, leaf[1000:] * 3])
+        y = torch.relu(nested * nested)
+        if change:
+            with torch.no_grad():
+                nested.mul_(2)
+        torch.nested.to_padded_tensor(y, 0.0).sum().backward()
+        return leaf.grad
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        saving(),
+    ):
+        step(change=True)
+
+
+def test_zero_tensors_of_forward_mode_stay_in_memory(saving):
+    zeros = torch._efficientzerotensor((50, 50))
+    with saving():
+        (found,) = come_back(contextlib.nullcontext(), zeros)
+        assert bytes_on_disk() == 0
+    assert found._is_zerotensor()
+    assert torch.equal(found, zeros)
+
+    def step():
+        x = torch.linspace(-1, 1, 4000, requires_grad=True)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones(4000))
+            y = dual.abs().clamp(min=0.5).relu() * dual
+            torch.nn.functional.gelu(y).sum().backward()
+        return x.grad
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
 
 
 def test_memory_of_saved_tensors_is_released(saving):
@@ -420,6 +464,49 @@ def test_memory_with_its_own_version_counter_is_written_again(saving):
     second.backward()
     assert bits(Saves.last.pop()) == bits(x) != before
     del first
+
+
+def test_a_look_at_a_version_is_not_seen_by_other_threads(saving):
+    """Another thread may look between any two lines of this one, and must see no change."""
+    x = torch.randn(4000)
+    seen = []
+
+    def watch(frame, event, argument):
+        if frame.f_code.co_filename.endswith("slots.py"):
+            seen.append(x._version)
+        return watch
+
+    with saving():
+        ones = torch.ones(1, requires_grad=True)
+        graphs = [Saves.apply(ones, x)]
+        before = sys.gettrace()
+        sys.settrace(watch)
+        try:
+            graphs.append(Saves.apply(ones, x))
+        finally:
+            sys.settrace(before)
+        # The slot was found, and so looked at.
+        assert bytes_on_disk() == 16_000
+    assert seen
+    assert set(seen) == {0}
+
+
+def test_a_folder_is_that_of_the_call_after_a_change_of_the_working_folder(
+    saving, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    context = save_on_disk(".", min_bytes=SMALL, memory=0)
+    (tmp_path.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path.parent / "elsewhere")
+    with context:
+        assert come_back(contextlib.nullcontext(), torch.ones(4000))
+    # The files have no names; the folder of their errors is that of the call.
+    monkeypatch.chdir(tmp_path)
+    relative = save_on_disk("missing")
+    monkeypatch.chdir("..")
+    with pytest.raises(FileNotFoundError) as caught, relative:
+        pass
+    assert caught.value.filename == str(tmp_path / "missing")
 
 
 def test_a_graph_may_be_used_twice_and_is_then_released(saving):

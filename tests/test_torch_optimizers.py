@@ -924,6 +924,40 @@ class TestFailures:
         offloaded.step()
         assert equal(theirs, ours)
 
+    @pytest.mark.parametrize("steps", [0, 2])
+    @pytest.mark.parametrize(
+        ("form", "lr"),
+        [
+            # torch refuses the first before it changes anything, the others later.
+            ("foreach", torch.tensor(0.1)),
+            ("fused", torch.ones(2)),
+            ("for-loop", "fast"),
+        ],
+    )
+    def test_a_step_that_torch_refuses_before_any_update_has_not_begun(
+        self, tmp_path, form, lr, steps
+    ):
+        forms = {"foreach": {"foreach": True}, "fused": {"fused": True}}
+        made = []
+        for _ in range(2):
+            params = make_params(complex_too=False)
+            options = forms.get(form, {"foreach": False})
+            made += [params, torch.optim.AdamW(params, lr=0.01, **options)]
+        theirs, ordinary, ours, inner = made
+        memory = nvmeio.torch.optimizers.MEMORY_MIN
+        with nvmeio.torch.offload(inner, tmp_path, memory=memory) as offloaded:
+            run(steps, theirs, ordinary, ours, offloaded)
+            before = [param.detach().clone() for param in ours]
+            give_gradients(theirs, ours, steps)
+            offloaded.param_groups[0]["lr"] = lr
+            for _ in range(2):
+                with pytest.raises((RuntimeError, TypeError)) as caught:
+                    offloaded.step()
+                assert "half-way" not in str(caught.value)
+            assert equal(before, ours)
+            offloaded.param_groups[0]["lr"] = 0.01
+            run(2, theirs, ordinary, ours, offloaded, begin=steps)
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     def test_an_interruption_in_a_window_fails_the_step(self, both, error, monkeypatch):
         theirs, ordinary, ours, offloaded = both

@@ -127,9 +127,9 @@ def save(path: Path, array: Any, *, sync: bool = False, atomic: bool = True) -> 
 def header_and_source(array: Any) -> tuple[bytes, Buffer]:
     """Return the header and the memory of the array or tensor to save."""
     if library_of(array) is not None:
-        header = header_of(tuple(array.shape), storable(array.dtype))
+        header = header_of(tuple(array.shape), storable(array.dtype), long=True)
         return header, borrow(array, writable=False)
     refuse_masked("array", array)
     found = np.asarray(array)
-    header = header_of(found.shape, storable(found.dtype))
+    header = header_of(found.shape, storable(found.dtype), long=True)
     return header, borrow(np.ascontiguousarray(found), writable=False)

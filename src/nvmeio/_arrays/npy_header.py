@@ -71,6 +71,10 @@ _MALFORMED = (
 )
 
 
+# The longest header of version 1.0.
+_SHORT_BYTES_MAX = 0xFFFF
+
+
 class _TooLongError(ValueError):
     """A header is longer than numpy reads by default."""
 
@@ -251,8 +255,11 @@ def check_size(path: str | bytes, size: int, layout: Layout) -> None:
         )
 
 
-def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    """Return the header of a .npy file for an array in C order."""
+def header_of(shape: tuple[int, ...], dtype: np.dtype[Any], *, long: bool = False) -> bytes:
+    """Return the header of a .npy file for an array in C order.
+
+    With `long`, it may be longer than numpy reads by default, as numpy.save writes it.
+    """
     _check_restored(dtype)
     text = _described(shape, dtype)
     try:
@@ -264,6 +271,12 @@ def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
         length = len(encoded) + -(len(magic) + width + len(encoded)) % align
         if length <= _HEADER_BYTES_MAX:
             return magic + length.to_bytes(width, "little") + _padded(encoded, length)
+    if long:
+        if version == (1, 0) and length > _SHORT_BYTES_MAX:
+            version, width = (2, 0), 4
+        magic = npy.magic(*version)
+        length = len(encoded) + -(len(magic) + width + len(encoded)) % _NUMPY_ALIGN
+        return magic + length.to_bytes(width, "little") + _padded(encoded, length)
     raise ValueError(
         f"the header of an array of {len(dtype.names or ())} fields has {length} bytes; "
         f"numpy reads at most {_HEADER_BYTES_MAX}"

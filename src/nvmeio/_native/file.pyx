@@ -822,10 +822,11 @@ cdef bytes read_parts(
             part = part[:end]
         if part:
             parts.append(part)
-        if end or len(part) < wanted:
+        # Files of /proc return a page or so at a time.
+        if end or not part or (len(part) < wanted and (line or size < 0)):
             break
         if size > 0:
-            size -= wanted
+            size -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
+from nvmeio._files.paths import absolute
 from nvmeio._memory.strides import dense_strides
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
@@ -90,7 +90,8 @@ def save_on_disk(
     dtypes, and lazy conjugations and negations of saved tensors are preserved.
 
     These stay in memory: parameters, other leaves that require gradients, buffers, and
-    views of all these; sparse, quantized and nested tensors; subclasses of torch.Tensor.
+    views of all these; sparse, quantized and nested tensors; subclasses of torch.Tensor;
+    the zeros of forward-mode differentiation, which have no memory.
     Buffers are found through the modules being called.  If ``forward`` of a module is
     called directly, its buffers are written like any tensor, which only costs time.
 
@@ -113,7 +114,8 @@ def save_on_disk(
     ...     loss = model(torch.ones(1000, 100)).sum()
     >>> loss.backward()
     """
-    name = os.fsdecode(path_of(folder))
+    # Absolute, because the program may change its folder before it enters the context.
+    name = os.fsdecode(absolute(folder))
     return _SavingOnDisk(
         name, size_of("min_bytes", min_bytes, 0), size_of("memory", memory, 0)
     )
@@ -163,8 +165,11 @@ class _Kept:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def unpack(self) -> torch.Tensor:
-        _check_version(self.tensor, self.version, self.tensor.shape, self.tensor.dtype)
-        return self.tensor
+        # Nested tensors have no shape.
+        tensor = self.tensor
+        shape = torch.Size() if tensor.is_nested else tensor.shape
+        _check_version(tensor, self.version, shape, tensor.dtype)
+        return tensor
 
 
 class _Saved:
@@ -240,6 +245,10 @@ class _Saver:
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
+            # Strided ones have the memory of all parts, but neither shape nor strides.
+            or tensor.is_nested
+            # The zeros of forward-mode differentiation have no memory.
+            or tensor._is_zerotensor()
             or tensor.untyped_storage().nbytes() < self._min_bytes
             or tensor.device.type not in ("cpu", "cuda")
             or tensor.is_quantized

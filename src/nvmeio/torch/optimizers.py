@@ -310,13 +310,14 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
         def update(window: Window, view: View) -> None:
             nonlocal updated
-            if not updated:
+            first = not updated
+            if first:
                 self._store.require_lock()
             # From here on, an error leaves the step half done.
             updated += 1
             self._failed = f"step {self._steps} has failed half-way"
             self._changes += 1
-            self._update(window, view, active)
+            self._update(window, view, active, first)
 
         windows = [
             window
@@ -353,8 +354,13 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 active.add(param)
         return active, unlike
 
-    def _update(self, window: Window, view: View, active: set[torch.Tensor]) -> None:
-        """Let the inner optimizer's step() update the parameters of a window."""
+    def _update(
+        self, window: Window, view: View, active: set[torch.Tensor], first: bool
+    ) -> None:
+        """Let the inner optimizer's step() update the parameters of a window.
+
+        If torch refuses the first before it updates a parameter, the step has not begun.
+        """
         worker = self._shell()
         for name in ("grad_scale", "found_inf"):
             if hasattr(self, name):
@@ -367,13 +373,20 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     param = piece.param if piece.is_whole else _part_of(piece)
                     params.append(param)
                     updated.append((piece, param))
-                    if found := self._state_in(piece, view):
+                    if found := self._state_in(piece, view, first):
                         worker.state[param] = found
             if params:
                 group = self.param_groups[segment.group]
                 worker.param_groups.append({**group, "params": params})
         # The unwrapped step(), because its hooks run once per step, not once per window.
-        type(self.inner).step.__wrapped__(worker)
+        versions = [param._version for _, param in updated]
+        try:
+            type(self.inner).step.__wrapped__(worker)
+        except BaseException:
+            # The states of the window are not written, and those that are kept are copies.
+            if first and versions == [param._version for _, param in updated]:
+                self._failed = ""
+            raise
         for piece, param in updated:
             self._freed += piece.state_bytes
             self._keep(piece, worker.state.pop(param, {}), view)
@@ -393,8 +406,11 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         shell.param_groups = []
         return shell
 
-    def _state_in(self, piece: Piece, view: View) -> State:
-        """Return the states of a piece; those from files are views of the window."""
+    def _state_in(self, piece: Piece, view: View, first: bool) -> State:
+        """Return the states of a piece; those from files are views of the window.
+
+        Those of the first window can be dropped: none is that of the record.
+        """
         record = self._records.get(piece.param)
         if record is None:
             return {}
@@ -403,7 +419,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             if name in record.kept:
                 value = record.kept[name]
                 # Cloned for each part, because all parts must begin with the same value.
-                is_own = piece.is_whole or not isinstance(value, torch.Tensor)
+                is_own = not isinstance(value, torch.Tensor) or (
+                    piece.is_whole and not first
+                )
                 found[name] = value if is_own else value.clone()
             else:
                 found[name] = view(piece, name, piece.layouts[name]).to(piece.param.device)

@@ -171,7 +171,8 @@ def load(
     map_location : optional
         As for torch.load; by default None.
     weights_only : bool, default True
-        As for torch.load.
+        As for torch.load.  The default counts as passed, so the environment variable
+        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` does not change it: pass False here instead.
     names : collection of str, optional
         The keys to load if the file has a dict; by default all, or those of `out`.  Only
         the bytes of their tensors are read, except with `map_location` or

@@ -6,7 +6,9 @@ ahead.  activations.py knows what the bytes are, and when they are needed.
 
 import bisect
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import tempfile
 import threading
@@ -103,13 +105,47 @@ class Slot:
         # Resizing moves a storage.
         if tensor.untyped_storage().data_ptr() != self.address:
             return False
-        # A tensor from .data has the same memory but its own version counter.  So change
-        # the tensor's counter for a moment, and see whether the witness's changes too.
-        set_version = torch._C._autograd._unsafe_set_version_counter
-        set_version((tensor,), (version + 1,))
-        same = self.changed()
-        set_version((tensor,), (version,))
-        return same
+        # A tensor from .data has the same memory but its own version counter.
+        counter = _counter_of(tensor)
+        return counter is not None and counter == _counter_of(self.witness)
+
+
+# How many words of a tensor's object are searched for its version counter: those before its
+# sizes, fewer than every object has.
+_COUNTER_WORDS = 12
+
+
+def _words(tensor: torch.Tensor) -> list[int]:
+    return list((ctypes.c_uint64 * _COUNTER_WORDS).from_address(tensor._cdata))
+
+
+@functools.cache
+def _counter_word() -> int | None:
+    """Return which word of a tensor's object points to its version counter, if one does.
+
+    torch does not say whether two tensors share a counter.  To change one for a moment, and
+    look at the other, would show other threads a change that never was.
+    """
+    one, other = torch.zeros(1), torch.zeros(1)
+    found = []
+    for tensor, different in ((one, other), (other, one)):
+        own, shared = _words(tensor), _words(tensor.detach())
+        data, unlike = _words(tensor.data), _words(different)
+        found.append(
+            {
+                word
+                for word in range(_COUNTER_WORDS)
+                if own[word] == shared[word] and own[word] not in (data[word], unlike[word])
+            }
+        )
+    (words,) = {frozenset(each) for each in found} if found[0] == found[1] else (set(),)
+    return next(iter(words)) if len(words) == 1 else None
+
+
+def _counter_of(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's version counter; None if torch is unfamiliar."""
+    word = _counter_word()
+    return None if word is None else _words(tensor)[word]
 
 
 class _Room:

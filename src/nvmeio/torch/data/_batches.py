@@ -1,5 +1,7 @@
 """``BatchStream``: read batches ahead without worker processes, and resume an epoch."""
 
+import base64
+import contextlib
 import copy
 import itertools
 import warnings
@@ -173,7 +175,8 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         Resuming needs the same order of batches.  A batch sampler with ``state_dict()`` and
         ``load_state_dict()`` restores it itself.  For others the state has the random
         states at the beginning of the epoch: torch's global one, and that of each sampler's
-        ``generator``.
+        ``generator``.  They are base64, so that the state is plain JSON, if the sampler's
+        own is.
 
         Examples
         --------
@@ -196,8 +199,8 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
             found["checksum"] = place.checksum
             found["rank"] = place.rank
             found["order"] = place.order
-            found["rng_state"] = place.rng_state
-            found["generators"] = list(place.generators)
+            found["rng_state"] = _text_of(place.rng_state)
+            found["generators"] = list(map(_text_of, place.generators))
         return copy.deepcopy({**found, "dataset": self._contents()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,9 +249,8 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         place = _Place(**copy.deepcopy(state))
         whole("batches", place.batches, 0, 2**63 - 1)
         if not _has_state(self.batch_sampler):
-            numbers = place.rng_state, *(place.generators or ())
-            if not all(isinstance(one, torch.Tensor) for one in numbers):
-                raise ValueError(f"the state has {numbers!r:.100} for random numbers")
+            first, *others = map(_numbers_of, (place.rng_state, *(place.generators or ())))
+            place = replace(place, rng_state=first, generators=tuple(others))
         self._check_generators(place)
         if contents is not _END:
             self._check_contents(contents)
@@ -450,6 +452,22 @@ def _samplers_of(batch_sampler: Any) -> list[Any]:
             if inner is not None and all(inner is not other for other in found):
                 found.append(inner)
     return found
+
+
+def _text_of(numbers: torch.Tensor) -> str:
+    """Return a random state as text, which every format of states can hold."""
+    return base64.b64encode(numbers.numpy().tobytes()).decode()
+
+
+def _numbers_of(value: Any) -> torch.Tensor:
+    """Return the random state of a text, or of a tensor, as states had before."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            decoded = bytearray(base64.b64decode(value, validate=True))
+            return torch.frombuffer(decoded, dtype=torch.uint8)
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"the state has {value!r:.100} for random numbers")
+    return value
 
 
 def _generators_of(batch_sampler: Any) -> list[torch.Generator]:
