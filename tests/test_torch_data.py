@@ -1,7 +1,7 @@
 """Datasets return the rows of their files, in any process; streams read ahead."""
 
-import contextlib
 import base64
+import contextlib
 import copy
 import errno
 import io
