@@ -319,6 +319,17 @@ def test_the_plug_in_of_lightning_replaces_a_link(tmp_path):
     assert np.array_equal(load_tensor(last), NEW)
 
 
+@pytest.mark.parametrize("writer", FILES)
+def test_an_open_file_in_proc_is_written_in_place(tmp_path, writer):
+    """As /dev/stdout and /dev/fd/3 lead to one."""
+    save, load = REPLACING[writer]
+    with open(tmp_path / "data", "wb") as file:
+        before = os.fstat(file.fileno()).st_ino
+        save(f"/dev/fd/{file.fileno()}", NEW)
+    assert np.array_equal(load(tmp_path / "data"), NEW)
+    assert (tmp_path / "data").stat().st_ino == before
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @pytest.mark.parametrize("writer", FILES)
 def test_a_read_only_mount_is_named_as_such(tmp_path, writer):

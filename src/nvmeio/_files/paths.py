@@ -31,6 +31,10 @@ def synced_folder(path: str | bytes, *, follow: bool = True) -> Iterator[None]:
     """
     with naming(path):
         folder = os.path.dirname(resolved(path, follow=follow))
+    if folder.startswith("/proc/"):
+        # An open file, which has no name there that could be lost.
+        yield
+        return
     words = f" (its folder {folder!r}, to be synced)"
     with contextlib.ExitStack() as stack:
         with naming(path, words):
