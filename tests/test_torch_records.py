@@ -1,5 +1,6 @@
 """Records of any sizes, in one file or several, read by one gather for each file."""
 
+import contextlib
 import errno
 import functools
 import os
@@ -17,8 +18,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.utils.data import DataLoader  # noqa: E402
 
 import nvmeio  # noqa: E402
-from children import run_child  # noqa: E402
+from children import find_tool, run_child, run_tool  # noqa: E402
+from fuse_mounts import empty  # noqa: E402
 from helpers import descriptors_below, left_open, pattern  # noqa: E402
+from mounts import unmount  # noqa: E402
 from nvmeio.torch import BatchStream, MegatronDataset, RecordDataset  # noqa: E402
 
 SIZES = [5, 0, 4096, 1, 70_000, 0, 4095, 4097, 12]
@@ -534,3 +537,91 @@ class TestMegatronDataset:
         os.remove(f"{prefix}.idx")
         with pytest.raises(FileNotFoundError, match=r"data\.idx"):
             MegatronDataset(prefix)
+
+
+# More files than a dataset keeps open, so that some are opened again.
+SHARDS = 150
+
+
+@pytest.fixture
+def renumbered(fuse_kinds):
+    """A folder whose files have another inode number at each look."""
+    folder = fuse_kinds("inodes")
+    empty(folder)
+    return folder
+
+
+@pytest.fixture
+def overlaid(tmp_path):
+    """An overlay over squashfs, as Apptainer mounts it, of a folder with shards."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    if find_tool("mksquashfs") is None:
+        pytest.skip("mksquashfs is not installed")
+    names = ("lower", "upper", "work", "shards", "merged")
+    lower, upper, work, shards, merged = (tmp_path / name for name in names)
+    for folder in (lower, upper, work, shards, merged):
+        folder.mkdir()
+    for number in range(SHARDS):
+        (shards / f"{number}.bin").write_bytes(bytes([number]) * 3000)
+    run_tool("mksquashfs", shards, tmp_path / "image", "-quiet", "-no-progress")
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    with contextlib.ExitStack() as stack:
+        try:
+            run_tool("mount", "-o", "loop,ro", tmp_path / "image", lower)
+            stack.callback(unmount, lower)
+            run_tool("mount", "-t", "overlay", "-o", layers, "overlay", merged)
+        except AssertionError as error:
+            pytest.skip(f"nothing can be mounted here: {error}")
+        stack.callback(unmount, merged)
+        yield merged
+
+
+def shards_in(folder):
+    """Return the shards of a folder, of 3 records each, and a dataset of all of them."""
+    paths = [folder / f"{number}.bin" for number in range(SHARDS)]
+    for number, path in enumerate(paths):
+        if not path.exists():
+            path.write_bytes(bytes([number]) * 3000)
+    return paths, RecordDataset(
+        paths,
+        np.tile([0, 1000, 2000], SHARDS),
+        np.full(3 * SHARDS, 1000),
+        files=np.repeat(np.arange(SHARDS), 3),
+    )
+
+
+def epoch(dataset, **options):
+    """Return the first byte of each record, as a shuffled epoch yields them, sorted."""
+    options = {"batch_size": 20, "shuffle": True, "collate_fn": list, **options}
+    return sorted(int(one[0]) for batch in DataLoader(dataset, **options) for one in batch)
+
+
+class TestChangingNumbers:
+    """Unchanged files are the same, whatever the file system says of their numbers."""
+
+    @pytest.mark.parametrize("kind", ["renumbered", "overlaid"])
+    @pytest.mark.parametrize("way", [None, "fork", "spawn", "forkserver"])
+    def test_more_shards_than_are_open_are_read_in_every_epoch(self, request, kind, way):
+        paths, dataset = shards_in(request.getfixturevalue(kind))
+        if kind == "renumbered":
+            assert paths[0].stat().st_ino != paths[0].stat().st_ino
+        # Closed also after a failure, or nothing could be unmounted.
+        request.addfinalizer(dataset.close)
+        expected = sorted(np.repeat(np.arange(SHARDS), 3).tolist())
+        workers = {"num_workers": 1, "multiprocessing_context": way} if way else {}
+        assert epoch(dataset, **workers) == expected
+        # Neither does this change the bytes; an overlay gives both files new numbers.
+        os.utime(paths[3])
+        paths[4].chmod(0o400)
+        assert epoch(dataset, **workers) == expected
+
+    @pytest.mark.parametrize("content", [bytes(2999), bytes(3000)], ids=["size", "bytes"])
+    def test_new_bytes_are_never_served_as_old_samples(self, renumbered, content):
+        paths, dataset = shards_in(renumbered)
+        epoch(dataset)
+        pickled = pickle.dumps(dataset)
+        paths[7].write_bytes(content)
+        with pytest.raises(OSError, match=r"was replaced or changed .*7\.bin") as caught:
+            epoch(pickle.loads(pickled))
+        assert caught.value.errno == errno.ESTALE
