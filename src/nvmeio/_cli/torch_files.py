@@ -1,5 +1,6 @@
 """List the tensors of a torch.save file, without torch and without running its code."""
 
+import functools
 import math
 import os
 import pickletools
@@ -114,21 +115,7 @@ def legacy_contents(path: str) -> dict[str, Any] | None:
             _next(file, path, Reader)
         storages: dict[str, str] = {}
 
-        class Legacy(ObjectReader):
-            def persistent_load(self, pid: Any) -> Any:
-                if pid[0] == "module":
-                    # An object, after which the text of its class is.
-                    return pid[1]
-                if len(pid) > 5 and pid[5] is not None:
-                    raise ValueError(
-                        "its storages are views of others, as torch before 0.4 wrote; "
-                        "load it by torch and save it anew"
-                    )
-                key, kind = super().persistent_load(pid)
-                storages[key] = kind
-                return key, kind
-
-        content = _next(file, path, Legacy)
+        content = _next(file, path, functools.partial(LegacyReader, storages))
         keys = _next(file, path, Reader)
         places: dict[str, int] = {}
         size = os.fstat(file.fileno()).st_size
@@ -152,7 +139,7 @@ def legacy_contents(path: str) -> dict[str, Any] | None:
     return _contents("torch, before 1.6", content, tensors)
 
 
-def _next(file: IO[bytes], path: str, reader: type[Reader]) -> Any:
+def _next(file: IO[bytes], path: str, reader: Callable[..., Reader]) -> Any:
     """Return what a reader makes of the next pickle of a file, which ends behind it."""
     begin = file.tell()
     # Only as much as a pickle may have, whatever length its own words claim.
@@ -200,7 +187,7 @@ def check_pickle_size(what: str, nbytes: int) -> None:
         raise CommandError(f"{what} has {has}; the limit is {most}")
 
 
-def loaded(text: bytes, path: str, reader: type[Reader] = Reader) -> Any:
+def loaded(text: bytes, path: str, reader: Callable[..., Reader] = Reader) -> Any:
     """Return what a reader makes of the pickle of a file."""
     try:
         return unpickled(text, reader)
@@ -263,6 +250,28 @@ class ObjectReader(Reader):
             return found
         function = module in (*_BUILDING, "copy_reg", "copyreg")
         return type("Kept", (Kept,), {"name": "" if function else f"{module}.{name}"})
+
+
+class LegacyReader(ObjectReader):
+    """Reads objects of a file of torch before 1.6; collects the kinds of its storages."""
+
+    def __init__(self, storages: dict[str, str], file: IO[bytes], **options: Any) -> None:
+        super().__init__(file, **options)
+        self.storages = storages
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the key and the kind of a storage."""
+        if pid[0] == "module":
+            # An object, after which the text of its class is.
+            return pid[1]
+        if len(pid) > 5 and pid[5] is not None:
+            raise ValueError(
+                "its storages are views of others, as torch before 0.4 wrote; load it by "
+                "torch and save it anew"
+            )
+        key, kind = super().persistent_load(pid)
+        self.storages[key] = kind
+        return key, kind
 
 
 def _first(value: Any, *rest: Any) -> Any:

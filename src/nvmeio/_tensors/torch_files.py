@@ -9,6 +9,7 @@ import io
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 __all__ = [
@@ -181,7 +182,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
-def unpickled(text: bytes, reader: type[Reader] = Reader) -> Any:
+def unpickled(text: bytes, reader: Callable[..., Reader] = Reader) -> Any:
     """Return what a reader makes of a pickle; may raise any exception.
 
     Memo indices beyond the pickle's size are refused, because they allocate memory.

@@ -8,7 +8,6 @@ import bisect
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import tempfile
 import threading
@@ -119,7 +118,6 @@ def _words(tensor: torch.Tensor) -> list[int]:
     return list((ctypes.c_uint64 * _COUNTER_WORDS).from_address(tensor._cdata))
 
 
-@functools.cache
 def _counter_word() -> int | None:
     """Return which word of a tensor's object points to its version counter, if one does.
 
@@ -142,9 +140,15 @@ def _counter_word() -> int | None:
     return next(iter(words)) if len(words) == 1 else None
 
 
+# What _counter_word() has found, once.
+_known_word: list[int | None] = []
+
+
 def _counter_of(tensor: torch.Tensor) -> int | None:
     """Return the address of a tensor's version counter; None if torch is unfamiliar."""
-    word = _counter_word()
+    if not _known_word:
+        _known_word.append(_counter_word())
+    (word,) = _known_word
     return None if word is None else _words(tensor)[word]
 
 
