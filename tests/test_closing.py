@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import warnings
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -310,6 +311,25 @@ def test_a_file_that_nobody_closes_warns(path):
     file = nvmeio.File(path, "w")
     with pytest.warns(RuntimeWarning, match=f"No space left on device: '{path}'"):
         del file
+
+
+def test_an_open_file_that_is_freed_warns_as_by_io(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    file = nvmeio.File(path)
+    with pytest.warns(
+        ResourceWarning, match=f"unclosed file <nvmeio.File '{path}', mode 'rb'"
+    ):
+        del file
+    nvmeio.save(tmp_path / "array.npy", ARRAY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nvmeio.File(path).close()
+        # These close their files themselves.
+        array = nvmeio.ArrayFile(tmp_path / "array.npy")
+        del array
+        with pytest.raises(FileNotFoundError):
+            nvmeio.File(tmp_path / "none")
 
 
 def test_a_request_that_nobody_waits_for_warns(handle, path):

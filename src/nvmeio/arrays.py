@@ -24,7 +24,7 @@ from nvmeio._arrays.stored import StoredArray
 from nvmeio._arrays.transfers import Transfer, gathering, names_fields, reading, storing
 from nvmeio._files.paths import absolute, synced_folder
 from nvmeio._memory.registry import library_of_dtype
-from nvmeio._native.file import File
+from nvmeio._native.file import File, owned
 from nvmeio._native.gather import LateResult
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
@@ -130,7 +130,7 @@ class ArrayFile(Unread):
         # The directory to sync, if create() made the file.
         self._created: str | None = None
         word("mode", mode, ("r", "r+"))
-        self._file = File(path, mode)
+        self._file = owned(File(path, mode))
         # For pickling: valid in any working directory.
         self._absolute = absolute(path)
         try:

@@ -144,6 +144,14 @@ cdef int warn_of(str words) except -1:
     return 0
 
 
+cdef int warn_open(object path, str mode) except -1:
+    # As io.FileIO does.
+    warnings.warn(
+        f"unclosed file <nvmeio.File {path!r}, mode {mode!r}>", ResourceWarning, stacklevel=2
+    )
+    return 0
+
+
 cdef int warn_unclosed(int result, object path) except -1:
     warnings.warn(
         f"a file was not closed before it was freed, and then: {reason_of(-result)}: "

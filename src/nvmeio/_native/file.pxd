@@ -17,6 +17,7 @@ cdef class File:
     cdef object lock           # guards the position; made on first need
     cdef unsigned long holder  # the thread that holds the lock, or 0
     cdef uint32_t generation   # fork_generation() of the process that made the lock
+    cdef bint is_users         # the user opened it, and is told if nobody closes it
     cdef bint passing          # a handle opened it for a request, which takes over `c`
 
     # Return a new reference, for let_go(); raise ValueError once closed.

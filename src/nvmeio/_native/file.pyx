@@ -58,6 +58,7 @@ from nvmeio._native.errors cimport (
     raise_because,
     raise_saying,
     raise_unclosed,
+    warn_open,
     warn_unclosed,
 )
 from nvmeio._arguments.checks import direct_choice, encoded, integer, path_of, shown, whole
@@ -209,13 +210,18 @@ cdef class File:
         self.wanted_direct = direct
         self.absolute = where(path)
         fill(self, flags, c_direct)
+        self.is_users = True
 
     def __dealloc__(self):
         cdef int result
+        cdef bint is_open = self.c != NULL
         with nogil:
             result = c_file.file_release(self.c)
+        # Last, because a filter may make an error of a warning.
         if result < 0:
             warn_unclosed(result, self.path)
+        elif is_open and self.is_users:
+            warn_open(self.path, self.mode)
 
     cdef nvmeio_file *retain(self) except NULL:
         cdef nvmeio_file *c
@@ -614,6 +620,12 @@ def open_for_writing(path, direct="auto", *, new=False):
     """
     flags = O_WRONLY | O_CREAT | (O_EXCL if new else 0)
     return open_path(path_of(path), flags, "wb", direct_option(direct))
+
+
+def owned(File file not None):
+    """Return a file that an object closes when it is freed, so that nobody is warned."""
+    file.is_users = False
+    return file
 
 
 def open_unnamed(folder):

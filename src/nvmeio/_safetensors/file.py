@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from nvmeio._arguments.checks import direct_choice, path_of
 from nvmeio._files.kinds import HEAD_BYTES, what_begins
 from nvmeio._files.paths import naming
-from nvmeio._native.file import File
+from nvmeio._native.file import File, owned
 from nvmeio._native.region import FileMap
 from nvmeio._native.system_calls import cached_fraction
 from nvmeio._safetensors.header import (
@@ -78,7 +78,7 @@ class ModelFile:
         mapped: Mapped = False,
     ) -> None:
         self.path = cast("str", path_of(filename))
-        self.file = File(self.path, direct=direct)
+        self.file = owned(File(self.path, direct=direct))
         try:
             self.before = os.fstat(self.file.fileno())
             size = self.before.st_size

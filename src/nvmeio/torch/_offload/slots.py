@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
 from nvmeio._memory.heap import give_back
-from nvmeio._native.file import File, open_unnamed
+from nvmeio._native.file import File, open_unnamed, owned
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio.torch._offload.plan import pages
@@ -486,7 +486,7 @@ def _unnamed(folder: str) -> File:
     descriptor, path = tempfile.mkstemp(prefix=".nvmeio-", suffix=".tmp", dir=folder)
     try:
         os.close(descriptor)
-        return File(path, "r+")
+        return owned(File(path, "r+"))
     finally:
         os.unlink(path)
 

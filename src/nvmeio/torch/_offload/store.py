@@ -16,7 +16,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute, leads_to
 from nvmeio._memory.heap import give_back
-from nvmeio._native.file import File
+from nvmeio._native.file import File, owned
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio._publish.files import show_use
@@ -92,7 +92,7 @@ class Store:
         self._lock.take()
         size = segments[-1].offset + segments[-1].nbytes
         path = temporary_name(os.path.join(self.folder, f"group-{group}.states"))
-        file = File(path, "x")
+        file = owned(File(path, "x"))
         show_use(file)
         self._files.append(file)
         for segment in segments:

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from nvmeio._arguments.checks import has_integers, shown
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions, array_of
-from nvmeio._native.file import File
+from nvmeio._native.file import File, owned
 from nvmeio._native.gather import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
@@ -180,7 +180,7 @@ class RecordDataset(StoredDataset):
 
     def _file_of(self, number: int) -> File:
         """Open a file."""
-        file = File(self._sources[number])
+        file = owned(File(self._sources[number]))
         self._check_file(number, file)
         return file
 
