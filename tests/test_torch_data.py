@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -1168,7 +1169,13 @@ class TestResume:
 
         with ThreadPoolExecutor(1) as pool:
             taking = pool.submit(take)
-            expected = [batch.tolist() for batch in stream]
+            expected = []
+            for batch in stream:
+                expected.append(batch.tolist())
+                # The other thread may not get a turn otherwise, on a busy machine.
+                while len(expected) % 50 == 0 and len(states) < len(expected) // 50:
+                    assert not taking.done()
+                    time.sleep(0)
             ended.set()
             taking.result()
         assert len(states) > 3
