@@ -344,8 +344,10 @@ class Root:
         """Remember that a step is complete, because this process has just written it."""
         if (identities := self._identities(step)) is not None:
             self._complete[step] = identities
-        if step >= (self.named() or 0):
-            self.name(step)
+        # The step is there, so an error of its name is not one of the save.
+        with contextlib.suppress(OSError):
+            if step >= (self.named() or 0):
+                self.name(step)
 
     def was_complete(self, step: int, *, again: bool) -> bool:
         """Return whether a step was complete; with `again`, when its files changed last."""

@@ -273,8 +273,10 @@ class Store:
                 self._remove(each)
             raise self._conflict(step)
         self._complete.add(step)
-        if step >= (self.named() or 0):
-            self.name(step)
+        # The copy is there, so an error of its name is not one of the copy.
+        with contextlib.suppress(Exception):
+            if step >= (self.named() or 0):
+                self.name(step)
         for each in after:
             found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
             dead = found is not None and is_dead(found)
