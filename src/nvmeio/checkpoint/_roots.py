@@ -346,7 +346,8 @@ class Root:
             self._complete[step] = identities
         # The step is there, so an error of its name is not one of the save.
         with contextlib.suppress(OSError):
-            if step >= (self.named() or 0):
+            named = self.named()
+            if named is None or step >= named or not exists_now(self.folder(named)):
                 self.name(step)
 
     def was_complete(self, step: int, *, again: bool) -> bool:

@@ -275,7 +275,8 @@ class Store:
         self._complete.add(step)
         # The copy is there, so an error of its name is not one of the copy.
         with contextlib.suppress(Exception):
-            if step >= (self.named() or 0):
+            named = self.named()
+            if named is None or step >= named or not self._attempts(named):
                 self.name(step)
         for each in after:
             found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
