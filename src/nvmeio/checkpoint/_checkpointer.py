@@ -590,14 +590,14 @@ class Checkpointer:
         Returns
         -------
         int or None
-            The step for ``restore(step)``.  None if no rank has any.  What ``latest``
-            returns if torch.distributed is not initialized.
+            The step for ``restore(step)``.  None if no rank has any, even a damaged one.
+            If torch.distributed is not initialized, this process is the only rank.
 
         Raises
         ------
         CheckpointError
             On all ranks: there are steps, but none that is complete on each; or one could
-            not look, and the message has its rank and error.
+            not read its steps, and the message has its rank and error.
 
         Warns
         -----
