@@ -20,7 +20,7 @@ from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
-from nvmeio.checkpoint._futures import SaveFuture
+from nvmeio.checkpoint._futures import SAVING, SaveFuture
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._ranks import agreed_step
 from nvmeio.checkpoint._restoring import Held
@@ -322,7 +322,7 @@ class Checkpointer:
             if stage:
                 future.staged.set_result(None)
             thread = threading.Thread(
-                target=self._carry_out_for, args=(plan, future), name="nvmeio-checkpoint"
+                target=self._carry_out_for, args=(plan, future), name=SAVING
             )
             self._last = future
             try:
@@ -846,8 +846,9 @@ class Checkpointer:
                     "thread, for example by a signal handler"
                 )
             self._closed = True
+            # Interrupted by Ctrl-C, this releases nothing, because the save goes on.
+            self._await_last()
             try:
-                self._await_last()
                 self._tell()
             finally:
                 if self._copies is not None:
