@@ -671,6 +671,90 @@ if sys.argv[1] == "True":
         for line, pattern in zip(lines, patterns, strict=True):
             assert re.fullmatch(pattern + r" \(no call has raised this\)", line)
 
+    @pytest.mark.parametrize(
+        "last",
+        ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = object()"],
+    )
+    def test_python_fails_at_exit_whatever_became_of_its_streams(self, tmp_path, last):
+        program = f"""
+import nvmeio.checkpoint, sys
+nvmeio.checkpoint._saving.reserve = None
+saver = nvmeio.checkpoint.Checkpointer("run")
+saver.save_async(2, {{}})
+saver._last._over.wait()
+{last}
+"""
+        command = [sys.executable, "-c", program]
+        found = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 120
+        told = "nvmeio: step 2 was not saved: 'NoneType' object is not callable (no call"
+        assert found.stderr.startswith("" if "stderr" in last else told)
+        assert found.stderr.count("\n") == ("stderr" not in last)
+
+    @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+    def test_a_worker_of_multiprocessing_tells_its_errors(self, tmp_path, method):
+        """A forked one ends without the functions of atexit."""
+        (tmp_path / "program.py").write_text("""
+import multiprocessing, sys
+import nvmeio.checkpoint
+
+def work():
+    nvmeio.checkpoint._saving.reserve = None
+    nvmeio.checkpoint.Checkpointer("run").save_async(2, {})
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=work)
+    worker.start()
+    worker.join()
+""")
+        command = [sys.executable, "program.py", method]
+        found = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        words = "nvmeio: step 2 was not saved: 'NoneType' object is not callable (no call "
+        assert found.stderr.count(words) == 1
+
+    @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python refuses the thread")
+    def test_python_waits_for_a_save_that_begins_at_exit(self, tmp_path):
+        program = """
+import atexit, nvmeio.checkpoint, threading
+saver = nvmeio.checkpoint.Checkpointer("run", drain_to="far")
+saver.save(1, 1)
+write = nvmeio.checkpoint._saving.Plan.write
+def slow(*arguments):
+    # Until the main thread is at the end, unless it waits.
+    threading.main_thread().join(0.5)
+    write(*arguments)
+def save():
+    nvmeio.checkpoint._saving.Plan.write = slow
+    saver.save_async(2, 2)
+atexit.register(save)
+"""
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+        for name in ("run", "far"):
+            assert Checkpointer(tmp_path / name).steps() == [1, 2]
+
+    def test_close_that_is_interrupted_releases_nothing(self, root, monkeypatch):
+        """The save goes on, and would replace a step of the next writer."""
+        gate = gated(monkeypatch, _saving.Plan, "write")
+        checkpointer = Checkpointer(root)
+        future = checkpointer.save_async(2, "the first")
+        assert gate.begun.wait(30)
+        with monkeypatch.context() as patch:
+            patch.setattr(future._over, "wait", lambda: raised(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.close()
+        with pytest.raises(BlockingIOError), Checkpointer(root) as other:
+            other.save(2, "the second")
+        gate.set()
+        checkpointer.close()
+        assert future.result().name == "step-2"
+        with Checkpointer(root) as other:
+            other.save(2, "the second")
+            assert other.restore() == "the second"
+
     @pytest.mark.parametrize("how", ["result", "exception"])
     def test_an_error_that_was_retrieved_is_not_raised_again(
         self, checkpointer, no_room, monkeypatch, how

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from nvmeio.checkpoint import Checkpointer
+from nvmeio.checkpoint import Checkpointer, CheckpointError
 from nvmeio.checkpoint._ranks import agree
 from ranks import together
 from workloads import checkpoints as work
@@ -89,6 +89,55 @@ def test_nothing_is_restored_if_no_step_is_everywhere(tmp_path, roots):
     )
 
 
+@pytest.mark.parametrize("what", ["damaged", "named"])
+def test_a_step_that_is_lost_is_no_beginning(tmp_path, roots, what):
+    """Here or on another rank: who begins anew would save over what is left."""
+    for step in (80, 90):
+        shutil.rmtree(f"{roots[0]}/step-{step}")
+    if what == "named":
+        shutil.rmtree(f"{roots[0]}/step-100")
+        words = "step-100 is missing, but "
+    else:
+        (tmp_path / "a/step-100/tree.json").unlink()
+        words = "tree.json is missing"
+    with (
+        pytest.warns(RuntimeWarning, match="step 100 is skipped"),
+        pytest.raises(CheckpointError, match=f"rank 0 cannot read .*{words}"),
+    ):
+        Checkpointer(roots[0]).agreed_step()
+    empty = str(tmp_path / "none")
+    found = together(tmp_path, work.agree, 2, roots=[empty, roots[0]])
+    assert found[0] == found[1]
+    assert found[0].startswith("rank 1 cannot read its checkpoints: ")
+    assert words in found[0]
+
+
+def test_strangers_folders_are_no_steps(tmp_path):
+    (tmp_path / "run/step-9").mkdir(parents=True)
+    (tmp_path / "run/step-9/.metadata").touch()
+    assert Checkpointer(tmp_path / "run").agreed_step() is None
+
+
+def test_the_ranks_look_only_at_the_newest_steps(tmp_path, monkeypatch):
+    """However many are kept, and as far back as they must."""
+    with Checkpointer(tmp_path, keep=None) as saver:
+        for step in range(30):
+            saver.save(step, step)
+        looked = []
+        identity = saver._steps.root.identity
+
+        def watched(step):
+            looked.append(step)
+            return identity(step)
+
+        monkeypatch.setattr(saver._steps.root, "identity", watched)
+        assert agree(saver._steps, lambda mine: [mine, mine]) == 29
+        assert len(looked) <= 10
+        for step in range(3, 30):
+            (tmp_path / f"step-{step}/tree.json").unlink()
+        assert agree(saver._steps, lambda mine: [mine, mine]) == 2
+
+
 def test_a_step_that_is_saved_again_is_no_longer_the_agreed_one(roots):
     with Checkpointer(roots[0]) as saver:
         assert agree(saver._steps, lambda mine: [mine, mine]) == 100
@@ -99,4 +148,4 @@ def test_a_step_that_is_saved_again_is_no_longer_the_agreed_one(roots):
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path, roots):
     found = together(tmp_path, work.agree, 2, roots=roots, broken=1)
     assert found[0] == found[1]
-    assert "rank 1 cannot list its checkpoints: OSError: [Errno 5] broken" in found[0]
+    assert "rank 1 cannot read its checkpoints: OSError: [Errno 5] broken" in found[0]

@@ -669,3 +669,21 @@ def test_remove_refuses_before_it_removes_anything(tmp_path, read):
         assert contents(tmp_path).keys() == before.keys()
         saver.remove(1)
         assert saver.steps() == []
+
+
+def test_a_huge_object_that_names_the_newest_is_not_read_whole(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "run", drain_to="shelf://bucket/run") as saver:
+        saver.save(1, 1)
+    write("shelf://bucket/run", ".nvmeio-latest", bytes(12 << 20))
+    nbytes = []
+    read = Remote.read
+
+    def counted(self, name):
+        for piece in read(self, name):
+            nbytes.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(Remote, "read", counted)
+    found = Checkpointer(tmp_path / "new", drain_to="shelf://bucket/run")
+    assert found.latest() == 1
+    assert sum(nbytes) < 12 << 20

@@ -20,7 +20,7 @@ from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
-from nvmeio.checkpoint._futures import SaveFuture
+from nvmeio.checkpoint._futures import SAVING, SaveFuture
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._ranks import agreed_step
 from nvmeio.checkpoint._restoring import Held
@@ -322,7 +322,7 @@ class Checkpointer:
             if stage:
                 future.staged.set_result(None)
             thread = threading.Thread(
-                target=self._carry_out_for, args=(plan, future), name="nvmeio-checkpoint"
+                target=self._carry_out_for, args=(plan, future), name=SAVING
             )
             self._last = future
             try:
@@ -590,14 +590,14 @@ class Checkpointer:
         Returns
         -------
         int or None
-            The step for ``restore(step)``.  None if no rank has any.  What ``latest``
-            returns if torch.distributed is not initialized.
+            The step for ``restore(step)``.  None if no rank has any, even a damaged one.
+            If torch.distributed is not initialized, this process is the only rank.
 
         Raises
         ------
         CheckpointError
             On all ranks: there are steps, but none that is complete on each; or one could
-            not look, and the message has its rank and error.
+            not read its steps, and the message has its rank and error.
 
         Warns
         -----
@@ -846,8 +846,9 @@ class Checkpointer:
                     "thread, for example by a signal handler"
                 )
             self._closed = True
+            # Interrupted by Ctrl-C, this releases nothing, because the save goes on.
+            self._await_last()
             try:
-                self._await_last()
                 self._tell()
             finally:
                 if self._copies is not None:

@@ -9,7 +9,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.kinds import MANIFEST
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
-from nvmeio.checkpoint._futures import ToldFuture
+from nvmeio.checkpoint._futures import DRAINING, ToldFuture
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import Kept, Root, StepPlace, prune
@@ -48,7 +48,7 @@ class Copies:
             self.latest = future
             thread = None
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="nvmeio-drain")
+                thread = threading.Thread(target=self._run, name=DRAINING)
                 self._thread = thread
         if before is not None and before[2].cancel():
             _log.warning(

@@ -22,7 +22,7 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._publish.names import final_name, short_name
 from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._futures import ToldFuture
+from nvmeio.checkpoint._futures import DRAINING, ToldFuture
 from nvmeio.checkpoint._places import (
     Bytes,
     Place,
@@ -186,9 +186,7 @@ class Drain:
     def start(self) -> None:
         """Copy in threads; if none can be started, in this one."""
         count = max(1, min(FILES, len(self._left)))
-        threads = [
-            threading.Thread(target=self._work, name="nvmeio-drain") for _ in range(count)
-        ]
+        threads = [threading.Thread(target=self._work, name=DRAINING) for _ in range(count)]
         self._at_work = count
         for number, thread in enumerate(threads):
             try:

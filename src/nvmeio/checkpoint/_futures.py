@@ -1,16 +1,22 @@
 """Futures of saves and copies, whose errors are told at exit if nobody has asked."""
 
 import atexit
+import contextlib
 import itertools
+import multiprocessing.util
 import pathlib
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nvmeio._events.forks import call_in_child
 
-__all__ = ["SaveFuture", "ToldFuture"]
+__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture"]
+
+# The names of the threads that save and copy.
+SAVING, DRAINING = "nvmeio-checkpoint", "nvmeio-drain"
 
 _Result = TypeVar("_Result")
 
@@ -59,12 +65,16 @@ class ToldFuture(Future[_Result]):
 class _Unflushed:
     """Standard output at the very end: Python's status is 120 if its flush() fails."""
 
+    # Python flushes no stream that is closed.
+    closed = False
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def flush(self) -> None:
         """Flush; then fail, once Python has nothing else to run."""
-        if self._stream is not None:
+        # It may be None or closed, or a program's own object.
+        with contextlib.suppress(AttributeError, ValueError):
             self._stream.flush()
         if sys.is_finalizing():
             # The error was printed already.
@@ -79,16 +89,33 @@ class _Unflushed:
 def _tell_all() -> None:
     """Print the errors that nobody has retrieved, and make Python fail.
 
-    Threads that save have ended by now: Python waits for them first.
+    Threads that save have ended by now, because Python waits for them first, except those
+    that another function at exit has started.
     """
+    while late := [each for each in threading.enumerate() if _saves(each)]:
+        late[0].join()
     if not _untold:
         return
-    if sys.stderr is not None:
-        lines = [
-            f"nvmeio: {words} (no call has raised this)\n" for words in _untold.values()
-        ]
+    lines = [f"nvmeio: {words} (no call has raised this)\n" for words in _untold.values()]
+    _untold.clear()
+    # It may be None or closed.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write("".join(lines))
     sys.stdout = _Unflushed(sys.stdout or sys.__stderr__)
+
+
+def _saves(thread: threading.Thread) -> bool:
+    ours = thread.name in (SAVING, DRAINING)
+    return ours and not thread.daemon and thread is not threading.current_thread()
+
+
+def _tell_in_worker(tell: Callable[[], None]) -> None:
+    # After the queues of multiprocessing, which have the priorities -5 and 10.
+    multiprocessing.util.Finalize(None, tell, exitpriority=-100)
+
+
+# Forked workers of multiprocessing end without the functions of atexit.
+multiprocessing.util.register_after_fork(_tell_all, _tell_in_worker)
 
 
 class SaveFuture(ToldFuture[pathlib.Path]):

@@ -1,15 +1,20 @@
 """Agree with the other processes of a training about the step to restore."""
 
+import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio._files.kinds import MANIFEST
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._steps import Steps
 
 __all__ = ["agree", "agreed_step"]
 
+# How many of the newest steps the ranks compare at once.
+_AT_ONCE = 8
 # Sends an object to all ranks, and returns those of all, by rank.
 Gather = Callable[[Any], list[Any]]
 
@@ -17,10 +22,11 @@ Gather = Callable[[Any], list[Any]]
 def agreed_step(steps: Steps, group: Any) -> int | None:
     """Return the newest step that is complete on all ranks of torch.distributed."""
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not (dist.is_available() and dist.is_initialized()):
-        return next(steps.listed(level=5), None)
+    alone = dist is None or not (dist.is_available() and dist.is_initialized())
 
     def gather(mine: Any) -> list[Any]:
+        if alone:
+            return [mine]
         told = [None] * dist.get_world_size(group)
         dist.all_gather_object(told, mine, group=group)
         return told
@@ -44,30 +50,48 @@ def agree(steps: Steps, gather: Gather) -> int | None:
         told = gather(mine)
         for rank, (_, failed) in enumerate(told):
             if failed is not None:
-                raise CheckpointError(f"rank {rank} cannot list its checkpoints: {failed}")
+                raise CheckpointError(f"rank {rank} cannot read its checkpoints: {failed}")
         return [found for found, _ in told]
 
-    listed = gathered(lambda: [*steps.listed(level=8)])
+    def require_none() -> None:
+        # Steps that are damaged, or named but missing, are not none.
+        with contextlib.suppress(FileNotFoundError):
+            steps.read(None, lambda held: None, (MANIFEST,))
+
+    listed = gathered(lambda: steps.names(level=8))
     every: list[int] = sorted({step for found in listed for step in found}, reverse=True)
-    has = gathered(lambda: {step: steps.identities(step) for step in every})
-    for step in every:
-        saves = [found[step] for found in has]
-        common = set(saves[0]).intersection(*saves[1:])
-        if common:
-            # The later of two that all have; the words begin with the time.
-            steps.agreed = {step: max(common)}
-            return step
-        lacking = [rank for rank, found in enumerate(saves) if not found]
-        words = "the ranks have different saves of it"
-        if lacking:
-            words = f"rank {lacking[0]} has no complete copy of it"
-            if len(lacking) > 1:
-                words += f", and {len(lacking) - 1} more ranks neither"
-        warnings.warn(f"step {step} is passed over: {words}", RuntimeWarning, stacklevel=4)
-    if not every:
+    seen: list[list[int]] = [[] for _ in listed]
+    # Not all at once, because each needs several requests of an object store.
+    for at in range(0, len(every), _AT_ONCE):
+        newest = every[at : at + _AT_ONCE]
+        has = gathered(functools.partial(_identities, steps, newest))
+        for step in newest:
+            saves = [found[step] for found in has]
+            common = set(saves[0]).intersection(*saves[1:])
+            if common:
+                # The later of two that all have; the words begin with the time.
+                steps.agreed = {step: max(common)}
+                return step
+            if any(saves):
+                _warn_of_passing_over(step, saves)
+            for rank, found in enumerate(saves):
+                seen[rank] += [step] if found else []
+    if not any(seen):
+        gathered(require_none)
         return None
-    some = "; ".join(
-        f"rank {rank} has {[step for step in every if found[step]][:3]}"
-        for rank, found in enumerate(has[:4])
-    )
-    raise CheckpointError(f"no save of a step is complete on all {len(has)} ranks: {some}")
+    some = "; ".join(f"rank {rank} has {found[:3]}" for rank, found in enumerate(seen[:4]))
+    raise CheckpointError(f"no save of a step is complete on all {len(seen)} ranks: {some}")
+
+
+def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:
+    return {step: steps.identities(step) for step in some}
+
+
+def _warn_of_passing_over(step: int, saves: list[list[str]]) -> None:
+    lacking = [rank for rank, found in enumerate(saves) if not found]
+    words = "the ranks have different saves of it"
+    if lacking:
+        words = f"rank {lacking[0]} has no complete copy of it"
+        if len(lacking) > 1:
+            words += f", and {len(lacking) - 1} more ranks neither"
+    warnings.warn(f"step {step} is passed over: {words}", RuntimeWarning, stacklevel=5)

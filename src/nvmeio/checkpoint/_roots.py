@@ -25,6 +25,7 @@ from nvmeio.checkpoint._restoring import Held
 
 __all__ = [
     "LATEST",
+    "NAMED_BYTES_MAX",
     "OURS",
     "STEP_MAX",
     "TRIES",
@@ -49,7 +50,7 @@ _LOOKED_AT_AGAIN = 10
 # The file that names the newest step.
 LATEST = ".nvmeio-latest"
 _NAMED = re.compile(rb"step-(0|[1-9]\d{0,18})\n")
-_NAMED_BYTES_MAX = 100
+NAMED_BYTES_MAX = 100
 # How a manifest.json and a tree.json of any version begin.
 OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
 
@@ -307,9 +308,9 @@ class Root:
     def named(self) -> int | None:
         """Return the step in the file that names the newest; None if there is none."""
         path = os.path.join(self.where, LATEST)
-        text = _beginning(path, _NAMED_BYTES_MAX)
+        text = _beginning(path, NAMED_BYTES_MAX)
         if not text and exists_now(path):
-            text = _beginning(path, _NAMED_BYTES_MAX)
+            text = _beginning(path, NAMED_BYTES_MAX)
         return named_in(text)
 
     def name(self, step: int | None) -> None:

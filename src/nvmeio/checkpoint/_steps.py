@@ -142,6 +142,16 @@ class Steps:
         places = [self.root] if self.copies is None else [self.root, self.copies]
         return [found for place in places if (found := place.identity(step)) is not None]
 
+    def names(self, *, level: int) -> list[int]:
+        """Return the steps that have a folder, root and copy, complete or not.
+
+        Raises and warns as ``listed``.
+        """
+        copied, unlisted = self.copied(level=level)
+        if unlisted is not None and next(self.complete(copied), None) is None:
+            raise unlisted
+        return list({*self.going_down(copied)})
+
     def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the complete steps, newest first, also those of the copies in `copied`."""
         for step in self.going_down(copied):

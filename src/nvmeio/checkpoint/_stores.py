@@ -34,7 +34,16 @@ from nvmeio.checkpoint._manifest import (
 )
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import LATEST, OURS, STEP_MAX, TRIES, Copy, missing, named_in
+from nvmeio.checkpoint._roots import (
+    LATEST,
+    NAMED_BYTES_MAX,
+    OURS,
+    STEP_MAX,
+    TRIES,
+    Copy,
+    missing,
+    named_in,
+)
 from nvmeio.default import default_handle
 
 __all__ = ["Store"]
@@ -88,6 +97,8 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             for piece in self._files.read(LATEST):
                 text += bytes(piece.data)
+                if len(text) > NAMED_BYTES_MAX:
+                    break
         return named_in(text)
 
     def name(self, step: int | None) -> None:
