@@ -11,7 +11,9 @@ import pickle
 import re
 import shutil
 import threading
+import warnings
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import nvmeio
@@ -35,6 +38,7 @@ from nvmeio.torch.dcp import (
     _writing,
 )
 from ranks import together
+from trainings import FORMS, KINDS, new_training, steps
 from workloads import dcp as work
 
 READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
@@ -118,7 +122,8 @@ def test_stream_extensions_are_applied(tmp_path, writer, reader):
 
 def test_unpickling_after_an_extension_is_restricted_too(tmp_path):
     marker = tmp_path / "marker"
-    save(tmp_path / "folder", {"x": Evil(marker)}, _extensions=[ZStandard()])
+    with pytest.warns(RuntimeWarning, match="'x' will be refused"):
+        save(tmp_path / "folder", {"x": Evil(marker)}, _extensions=[ZStandard()])
     with pytest.raises(CheckpointException, match="Weights only"):
         load(tmp_path / "folder", {"x": None})
     assert not marker.exists()
@@ -597,6 +602,42 @@ def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):
     os.truncate(tmp_path / name, 600_000)
     with pytest.raises(CheckpointException, match=name):
         load(tmp_path, {"a": torch.zeros(300_000)})
+
+
+def test_objects_that_will_be_refused_are_named_at_the_save(tmp_path):
+    state = {"a": torch.ones(3), "b": [1, "x", 2.5], "rng": np.random.get_state()}
+    with pytest.warns(RuntimeWarning, match="'b', 'rng' will.*add_safe_globals"):
+        save(tmp_path, {**state, "b": [1, "x", np.float64(2.5)]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        save(tmp_path, {"a": state["a"], "b": state["b"]})
+        # An error instead of a warning leaves the checkpoint as it was.
+        with pytest.raises(CheckpointException, match="'c' will be refused"):
+            save(tmp_path, {"a": state["a"], "c": Evil(tmp_path / "made")})
+    assert load(tmp_path, {"b": [None] * 3})["b"] == state["b"]
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+@pytest.mark.parametrize("stages", [False, True], ids=["direct", "staged"])
+def test_an_optimizer_resumes_to_the_bit(tmp_path, layout, kind, form, stages):
+    # Wide enough for a tensor that is read into its target directly.
+    wide = 64
+    model, optimizer = new_training(layout, kind, form, wide)
+    steps(model, optimizer, 2, wide=wide)
+    found = get_state_dict(model, optimizer)
+    if stages:
+        found = PoolStager().stage(found)
+    save(tmp_path, dict(enumerate(found)))
+    steps(model, optimizer, 2, first=2, wide=wide)
+    again, other = new_training(layout, kind, form, wide)
+    state = load(tmp_path, dict(enumerate(get_state_dict(again, other))))
+    set_state_dict(again, other, model_state_dict=state[0], optim_state_dict=state[1])
+    steps(again, other, 2, first=2, wide=wide)
+    assert all(torch.isfinite(each).all() for each in again.parameters())
+    assert same(again.state_dict(), model.state_dict())
 
 
 def test_after_install_a_folders_name_is_enough(tmp_path):

@@ -32,6 +32,7 @@ from nvmeio.torch.dcp._archives import (
     TAIL_BYTES,
     Ends,
     Located,
+    load_allowed,
     stored_in,
 )
 from nvmeio.torch.dcp._metadata import read_with_digest
@@ -335,10 +336,10 @@ class _Reading:
         if item.type == LoadItemType.BYTE_IO:
             if self.reader.weights_only:
                 # Load it once to check it, because the planner unpickles without limits.
-                torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
+                load_allowed(io.BytesIO(text))
             self.planner.load_bytes(item, io.BytesIO(text))
             return
-        tensor = torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
+        tensor = load_allowed(io.BytesIO(text))
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         # Slice only what differs, because some subclasses of tensors cannot be sliced.
         part = tensor

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
@@ -36,7 +37,7 @@ from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.torch._saving import errors_of, saving_with
-from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE
+from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE, load_allowed
 from nvmeio.torch.dcp._metadata import shards_of
 
 __all__ = ["FileSystemWriter", "log_left", "remove_unneeded"]
@@ -44,6 +45,9 @@ __all__ = ["FileSystemWriter", "log_left", "remove_unneeded"]
 P = ParamSpec("P")
 
 _log = logging.getLogger("nvmeio")
+
+# How many keys a warning names.
+_NAMES_MAX = 8
 
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
@@ -160,6 +164,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     next save to this folder, which removes them before it writes, each rank those on its
     own drive.  With ``sync_files=False`` nothing is synced.
 
+    A RuntimeWarning names objects that a FileSystemReader will refuse by default, such as
+    numpy scalars.
+
     Examples
     --------
     >>> import torch
@@ -180,6 +187,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             )
         self._names: list[str] = []
         self._before: list[str] = []
+        self._refused: list[str] = []
         self._claim: _Claim | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -226,6 +234,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
         results = []
         names = self._names = []
+        self._refused = []
         # What failed saves of this rank have left, perhaps on a drive of its own.
         if plan.storage_data.kept is not None:
             left = set(self._before) - plan.storage_data.kept
@@ -234,6 +243,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             for number, items in enumerate(self._files(plan.items)):
                 names.append(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}")
                 results += self._write_file(names[-1], items, planner)
+            self._warn()
             if self.sync_files:
                 sync_folder(os.fspath(self.path))
         except BaseException:
@@ -245,6 +255,22 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _warn(self) -> None:
+        """Warn of objects that a FileSystemReader will refuse."""
+        if not self._refused:
+            return
+        found = ", ".join(map(repr, sorted(self._refused)[:_NAMES_MAX]))
+        more = len(self._refused) - _NAMES_MAX
+        warnings.warn(
+            f"{found}{f' and {more} more' if more > 0 else ''} will be refused when the "
+            "checkpoint is loaded, because torch.load(weights_only=True) does not allow "
+            "them; save tensors or plain values instead, or, to load them, use "
+            "torch.serialization.add_safe_globals, FileSystemReader(weights_only=False) or "
+            "nvmeio.torch.dcp.install(weights_only=False)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _files(self, items: list[WriteItem]) -> list[list[WriteItem]]:
         """Distribute the items to files of about the same size."""
@@ -299,6 +325,12 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         if self.transforms.extensions:
             output, descriptors = self.transforms.transform_save_stream(item, stream)
         if tensor is None:
+            data.seek(0)
+            try:
+                load_allowed(data)
+            # As in the reader, which fails whatever the error is.
+            except Exception:
+                self._refused.append(item.index.fqn)
             output.write(data.getbuffer())
         else:
             # Without CRC-32 sums, because no reader checks those in a shard.
