@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import gc
 import importlib
 import inspect
@@ -11,6 +12,7 @@ import pickle
 import re
 import shutil
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import nvmeio
+from nvmeio._publish import names
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -443,6 +446,22 @@ def test_a_save_that_goes_on_after_a_restart_fails(tmp_path):
     zombie.write_data = write_behind_a_restart
     with pytest.raises(CheckpointException, match="another save to this folder has begun"):
         dcp.save(state_of(1), storage_writer=zombie, no_dist=True)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+@pytest.mark.parametrize("ahead", [3600, 10**8])
+def test_a_claim_from_the_future_blocks_no_save(tmp_path, monkeypatch, ahead):
+    save(tmp_path, state_of(1))
+    # Of another host, so nobody knows whether its process lives.
+    with monkeypatch.context() as patch:
+        patch.setattr(names, "_host", lambda: "elsewhere")
+        left = names.temporary_name(str(tmp_path / ".metadata"))
+    with open(left, "wb") as file:
+        os.utime(left, (time.time() + ahead,) * 2)
+        # As by a machine that has lost its network: nobody else can take the lock.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(tmp_path, state_of(2))
+    assert not os.path.exists(left)
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
 
 

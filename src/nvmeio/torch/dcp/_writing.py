@@ -48,6 +48,8 @@ _log = logging.getLogger("nvmeio")
 
 # How many keys a warning names.
 _NAMES_MAX = 8
+# A claim whose time is this much after a new one is older, by a clock that was set back.
+_MEANWHILE_NS = 60 * 10**9
 
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
@@ -85,7 +87,8 @@ class _Claim:
             if other == self.path or final_name(each) != name:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                if self._place(other) > mine:
+                theirs = self._place(other)
+                if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
                     # Both have begun now.  One of them must go on.
                     self.remove()
                     raise self._lost()
