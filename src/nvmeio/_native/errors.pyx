@@ -146,9 +146,8 @@ cdef int warn_of(str words) except -1:
 
 cdef int warn_open(object path, str mode) except -1:
     # As io.FileIO does.
-    warnings.warn(
-        f"unclosed file <nvmeio.File {path!r}, mode {mode!r}>", ResourceWarning, stacklevel=2
-    )
+    words = f"unclosed file <nvmeio.File {path!r}, mode {mode!r}>"
+    warnings.warn(words, ResourceWarning, stacklevel=2)
     return 0
 
 
