@@ -7,10 +7,11 @@ that does nothing, so that no code of the file runs.
 import collections
 import io
 import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+
+from nvmeio._native.pickles import require_linear
 
 __all__ = [
     "SIZES",
@@ -185,11 +186,9 @@ def _parameter(data: Any, *rest: Any) -> Any:
 def unpickled(text: bytes, reader: Callable[..., Reader] = Reader) -> Any:
     """Return what a reader makes of a pickle; may raise any exception.
 
-    Memo indices beyond the pickle's size are refused, because they allocate memory.
+    Memo indices beyond the pickle's size, which allocate memory, and keys that take long to
+    hash are refused.
     """
-    for opcode, value, _ in pickletools.genops(text):
-        remembers = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
-        if remembers and value is not None and value > len(text):
-            raise ValueError(f"it has {len(text)} bytes, and remembers {value} objects")
+    require_linear(text)
     # As torch does for files of Python 2.
     return reader(io.BytesIO(text), encoding="utf-8").load()

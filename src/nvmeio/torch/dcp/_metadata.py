@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvmeio._files.kinds import METADATA, what_is_in
+from nvmeio._native.pickles import require_linear
 
 __all__ = ["read_metadata", "read_with_digest", "shards_of"]
 
@@ -113,9 +114,11 @@ def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
     with _open_regular(path) as file:
         text = file.read()
     try:
+        if weights_only:
+            require_linear(text)
         kind = _MetadataUnpickler if weights_only else pickle.Unpickler
         found = kind(io.BytesIO(text)).load()
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, ValueError) as error:
         raise pickle.UnpicklingError(f"{path}: {error}") from None
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"{path}: not the metadata of a checkpoint")

@@ -1,0 +1,368 @@
+"""Whether a pickle's objects can be made in linear time, found out without making any.
+
+Tuples are hashed anew each time, so a few bytes that nest tuples in tuples twice each, as
+the key of a dict, take years.  This follows what each opcode does to the stack and to the
+memo, as in pickletools.py, and adds up how many parts are visited when keys and arguments
+are hashed.
+"""
+
+from libc.stdint cimport uint8_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memchr
+
+cdef enum:
+    # Parts that may be visited for each byte, and besides; torch's own files need 10.
+    PER_BYTE = 1000
+    BESIDES = 1000000
+
+cdef extern from *:
+    """
+    #define MOST (UINT64_C(1) << 60)
+    """
+    # Where a sum stops growing; no number of an object.
+    const uint64_t MOST
+
+# The opcodes, with their names in pickletools.
+cdef enum:
+    MARK = 0x28
+    EMPTY_TUPLE = 0x29
+    STOP = 0x2e
+    POP = 0x30
+    POP_MARK = 0x31
+    DUP = 0x32
+    BINBYTES = 0x42
+    SHORT_BINBYTES = 0x43
+    FLOAT = 0x46
+    BINFLOAT = 0x47
+    INT = 0x49
+    BININT = 0x4a
+    BININT1 = 0x4b
+    LONG = 0x4c
+    BININT2 = 0x4d
+    NONE = 0x4e
+    PERSID = 0x50
+    BINPERSID = 0x51
+    REDUCE = 0x52
+    STRING = 0x53
+    BINSTRING = 0x54
+    SHORT_BINSTRING = 0x55
+    UNICODE = 0x56
+    BINUNICODE = 0x58
+    EMPTY_LIST = 0x5d
+    APPEND = 0x61
+    BUILD = 0x62
+    GLOBAL = 0x63
+    DICT = 0x64
+    APPENDS = 0x65
+    GET = 0x67
+    BINGET = 0x68
+    INST = 0x69
+    LONG_BINGET = 0x6a
+    LIST = 0x6c
+    OBJ = 0x6f
+    PUT = 0x70
+    BINPUT = 0x71
+    LONG_BINPUT = 0x72
+    SETITEM = 0x73
+    TUPLE = 0x74
+    SETITEMS = 0x75
+    EMPTY_DICT = 0x7d
+    PROTO = 0x80
+    NEWOBJ = 0x81
+    EXT1 = 0x82
+    EXT2 = 0x83
+    EXT4 = 0x84
+    TUPLE1 = 0x85
+    TUPLE2 = 0x86
+    TUPLE3 = 0x87
+    NEWTRUE = 0x88
+    NEWFALSE = 0x89
+    LONG1 = 0x8a
+    LONG4 = 0x8b
+    SHORT_BINUNICODE = 0x8c
+    BINUNICODE8 = 0x8d
+    BINBYTES8 = 0x8e
+    EMPTY_SET = 0x8f
+    ADDITEMS = 0x90
+    FROZENSET = 0x91
+    NEWOBJ_EX = 0x92
+    STACK_GLOBAL = 0x93
+    MEMOIZE = 0x94
+    FRAME = 0x95
+    BYTEARRAY8 = 0x96
+    NEXT_BUFFER = 0x97
+    READONLY_BUFFER = 0x98
+
+cdef struct Numbers:
+    uint64_t *items
+    size_t count
+    size_t room
+
+
+cdef int put(Numbers *numbers, uint64_t value) except -1:
+    cdef size_t room
+    cdef uint64_t *items
+    if numbers.count == numbers.room:
+        room = 2 * numbers.room + 256
+        items = <uint64_t *>realloc(numbers.items, room * sizeof(uint64_t))
+        if items == NULL:
+            raise MemoryError
+        numbers.items, numbers.room = items, room
+    numbers.items[numbers.count] = value
+    numbers.count += 1
+    return 0
+
+
+cdef inline uint64_t capped(uint64_t value) noexcept:
+    return value if value < MOST else MOST
+
+
+cdef class _Walk:
+    """The stack and the memo; each object is a number, and has a cost: its parts."""
+
+    cdef const uint8_t *text
+    cdef size_t at, size, remembered
+    cdef Numbers costs, stack, marks, memo
+    cdef uint64_t total
+
+    def __dealloc__(self):
+        free(self.costs.items)
+        free(self.stack.items)
+        free(self.marks.items)
+        free(self.memo.items)
+
+    cdef int push(self, uint64_t cost) except -1:
+        put(&self.stack, self.costs.count)
+        put(&self.costs, capped(cost))
+        return 0
+
+    cdef int push_sum(self, size_t count) except -1:
+        """Replace the top objects by one that has them as parts."""
+        return self.push(1 + self.pop_sum(count))
+
+    cdef uint64_t pop_sum(self, size_t count) except? 0:
+        cdef uint64_t found = 0
+        cdef size_t index
+        if count > self.stack.count:
+            raise EOFError
+        for index in range(self.stack.count - count, self.stack.count):
+            found = capped(found + self.costs.items[self.stack.items[index]])
+        self.stack.count -= count
+        return found
+
+    cdef size_t above_mark(self) except? 0:
+        """Remove the newest mark, and return how many objects are above it."""
+        if self.marks.count == 0:
+            raise EOFError
+        self.marks.count -= 1
+        if self.marks.items[self.marks.count] > self.stack.count:
+            raise EOFError
+        return self.stack.count - self.marks.items[self.marks.count]
+
+    cdef int add_to_top(self, uint64_t cost, bint hashed) except -1:
+        """Make something a part of the top object."""
+        cdef uint64_t top
+        if self.stack.count == 0:
+            raise EOFError
+        top = self.stack.items[self.stack.count - 1]
+        self.costs.items[top] = capped(self.costs.items[top] + cost)
+        if hashed:
+            self.total = capped(self.total + cost)
+        return 0
+
+    cdef int call(self, size_t count) except -1:
+        """Replace a function and its arguments by the result, which may hash them."""
+        cdef uint64_t cost = self.pop_sum(count)
+        self.total = capped(self.total + cost)
+        return self.push(1 + cost)
+
+    cdef int remember(self, uint64_t index) except -1:
+        if index > self.size:
+            raise ValueError(f"it has {self.size} bytes, and remembers {index} objects")
+        if self.stack.count == 0:
+            raise EOFError
+        while self.memo.count <= index:
+            put(&self.memo, MOST)
+        self.remembered += self.memo.items[index] == MOST
+        self.memo.items[index] = self.stack.items[self.stack.count - 1]
+        return 0
+
+    cdef int recall(self, uint64_t index) except -1:
+        if index >= self.memo.count or self.memo.items[index] == MOST:
+            raise EOFError
+        return put(&self.stack, self.memo.items[index])
+
+    cdef uint64_t number(self, int width) except? 0:
+        """Return an unsigned number of the text, and step over it."""
+        cdef uint64_t found = 0
+        cdef int index
+        if self.size - self.at < <size_t>width:
+            raise EOFError
+        for index in range(width):
+            found |= <uint64_t>self.text[self.at + index] << (8 * index)
+        self.at += width
+        return found
+
+    cdef uint64_t skip(self, uint64_t nbytes) except? 0:
+        if nbytes > self.size - self.at:
+            raise EOFError
+        self.at += nbytes
+        return nbytes
+
+    cdef size_t line(self) except? 0:
+        """Step over a line; return where it begins."""
+        cdef size_t begin = self.at
+        cdef const void *end = memchr(self.text + begin, b"\n", self.size - begin)
+        if end == NULL:
+            raise EOFError
+        self.at = <size_t>(<const uint8_t *>end - self.text) + 1
+        return begin
+
+    cdef uint64_t decimal(self) except? 0:
+        cdef uint64_t found = 0
+        cdef size_t index
+        for index in range(self.line(), self.at - 1):
+            if not b"0" <= self.text[index] <= b"9":
+                raise ValueError("it names a remembered object by other than a number")
+            found = capped(10 * found + self.text[index] - b"0")
+        return found
+
+    cdef bint step(self) except -1:
+        """Follow one opcode; return False at the end."""
+        cdef uint8_t code = self.number(1)
+        cdef size_t count
+        cdef uint64_t cost, index
+        if code == STOP:
+            return False
+        elif code in (BININT1, SHORT_BINBYTES, SHORT_BINUNICODE, SHORT_BINSTRING):
+            index = self.number(1)
+            if code != BININT1:
+                self.skip(index)
+            self.push(1)
+        elif code in (NONE, NEWTRUE, NEWFALSE):
+            self.push(1)
+        elif code in (EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET):
+            self.push(1)
+        elif code == BININT2:
+            self.skip(2)
+            self.push(1)
+        elif code == BININT:
+            self.skip(4)
+            self.push(1)
+        elif code in (BINUNICODE, BINBYTES, BINSTRING):
+            self.skip(self.number(4))
+            self.push(1)
+        elif code in (BINUNICODE8, BINBYTES8, BYTEARRAY8):
+            self.skip(self.number(8))
+            self.push(1)
+        elif code == BINFLOAT:
+            self.skip(8)
+            self.push(1)
+        elif code in (LONG1, LONG4):
+            # Hashes of large numbers are not kept.
+            cost = self.skip(self.number(1 if code == LONG1 else 4))
+            self.push(1 + cost // 8)
+        elif code in (INT, LONG, FLOAT, STRING, UNICODE):
+            index = self.line()
+            self.push(1 + (self.at - index) // 8)
+        elif code == BINGET:
+            self.recall(self.number(1))
+        elif code == LONG_BINGET:
+            self.recall(self.number(4))
+        elif code == GET:
+            self.recall(self.decimal())
+        elif code == BINPUT:
+            self.remember(self.number(1))
+        elif code == LONG_BINPUT:
+            self.remember(self.number(4))
+        elif code == PUT:
+            self.remember(self.decimal())
+        elif code == MEMOIZE:
+            self.remember(self.remembered)
+        elif code == MARK:
+            put(&self.marks, self.stack.count)
+        elif code == POP:
+            # Also of a mark, as Python does.
+            count = self.marks.count
+            if count and self.marks.items[count - 1] == self.stack.count:
+                self.marks.count -= 1
+            else:
+                self.pop_sum(1)
+        elif code == POP_MARK:
+            self.pop_sum(self.above_mark())
+        elif code == DUP:
+            if self.stack.count == 0:
+                raise EOFError
+            put(&self.stack, self.stack.items[self.stack.count - 1])
+        elif code in (TUPLE1, TUPLE2, TUPLE3):
+            self.push_sum(code - TUPLE1 + 1)
+        elif code in (TUPLE, LIST):
+            self.push_sum(self.above_mark())
+        elif code in (DICT, FROZENSET):
+            count = self.above_mark()
+            cost = self.pop_sum(count)
+            self.total = capped(self.total + cost)
+            self.push(1 + cost)
+        elif code == APPEND:
+            self.add_to_top(self.pop_sum(1), False)
+        elif code == APPENDS:
+            self.add_to_top(self.pop_sum(self.above_mark()), False)
+        elif code == SETITEM:
+            self.add_to_top(self.pop_sum(2), True)
+        elif code in (SETITEMS, ADDITEMS):
+            self.add_to_top(self.pop_sum(self.above_mark()), True)
+        elif code == BUILD:
+            self.add_to_top(self.pop_sum(1), True)
+        elif code in (REDUCE, NEWOBJ):
+            self.call(2)
+        elif code == NEWOBJ_EX:
+            self.call(3)
+        elif code == OBJ:
+            self.call(self.above_mark())
+        elif code == INST:
+            self.line()
+            self.line()
+            self.call(self.above_mark())
+        elif code == GLOBAL:
+            self.line()
+            self.line()
+            self.push(1)
+        elif code == STACK_GLOBAL:
+            self.pop_sum(2)
+            self.push(1)
+        elif code == PERSID:
+            self.line()
+            self.push(1)
+        elif code == BINPERSID:
+            self.call(1)
+        elif code in (EXT1, EXT2, EXT4):
+            self.skip(1 << (code - EXT1))
+            self.push(1)
+        elif code == PROTO:
+            self.skip(1)
+        elif code == FRAME:
+            self.skip(8)
+        elif code == NEXT_BUFFER:
+            self.push(1)
+        elif code != READONLY_BUFFER:
+            raise EOFError
+        return True
+
+
+def require_linear(bytes text not None) -> None:
+    """Raise ValueError for a pickle that takes far more time than its size to load.
+
+    Nothing is raised for an invalid one, which the unpickler refuses.
+    """
+    cdef _Walk walk = _Walk()
+    walk.text, walk.size = text, len(text)
+    try:
+        while walk.step():
+            pass
+    except EOFError:
+        pass
+    if walk.total > <uint64_t>PER_BYTE * walk.size + BESIDES:
+        raise ValueError(
+            f"it has {walk.size} bytes, and its keys and arguments have more than "
+            f"{PER_BYTE} parts for each: it nests tuples in tuples"
+        )
