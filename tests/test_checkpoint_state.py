@@ -537,7 +537,8 @@ REFUSED = {
     ),
     "meta": (torch.ones(3, device="meta"), "no data"),
     "quantized": (torch.quantize_per_tensor(torch.ones(3), 1, 0, torch.qint8), "quantized"),
-    "lazy": (lazy(), "UninitializedParameter"),
+    "lazy": (lazy(), "it is not initialized yet"),
+    "zero": (torch._efficientzerotensor(3), "ZeroTensor of forward AD"),
     "nested": (torch.nested.nested_tensor([torch.ones(2)]), "nested"),
     "objects": (np.array([None]), "Python objects"),
     "fields of objects": (np.zeros(1, [("a", "O")]), "Python objects"),
@@ -547,7 +548,7 @@ REFUSED = {
         "cannot be stored",
     ),
     "freed": (freed(), "its storage was freed: it has 0 bytes"),
-    "masked": (np.ma.ones(3), "MaskedArray"),
+    "masked": (np.ma.ones(3), "its mask would be lost; pass its data and its mask"),
     "matrix": (np.matrix([1]), "matrix"),
     "object scalar": (np.array([object()], object)[0], "builtins.object"),
 }

@@ -393,3 +393,51 @@ def test_a_masked_array_is_not_saved(tmp_path):
     with pytest.raises(TypeError, match="'a' is masked, and its mask would be lost"):
         nvmeio.safetensors.numpy.save_file({"a": np.ma.ones(3)}, tmp_path / "model")
     assert os.listdir(tmp_path) == []
+
+
+def dtensor():
+    """Return a DTensor without a process group's communication."""
+    from torch.distributed.tensor import DTensor
+
+    class Local(DTensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+        def __init__(self):
+            pass
+
+    Local.__name__ = "DTensor"
+    return Local()
+
+
+def wrapper():
+    """Return a tensor that wraps others, as those of torchao do."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError(function)
+
+    return Wrapper()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (dtensor, r"it is a DTensor, .*; pass its full_tensor\(\), or save it by nvmeio"),
+        (wrapper, r"it is a test_.*Wrapper, which wraps other tensors; .* dequantize\(\)"),
+        (torch.nn.parameter.UninitializedParameter, "it is not initialized yet"),
+        (lambda: torch._efficientzerotensor(3), r"a ZeroTensor .*; pass its clone\(\)"),
+    ],
+    ids=["dtensor", "wrapper", "uninitialized", "zero"],
+)
+def test_a_tensor_without_memory_is_refused_by_name(tmp_path, make, words):
+    tensors = {"fine": torch.ones(3), "odd": make()}
+    with pytest.raises(ValueError, match=rf"Key `odd` is invalid: .*{words}"):
+        nvmeio.safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    assert [*tmp_path.iterdir()] == []

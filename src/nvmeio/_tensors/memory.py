@@ -45,6 +45,8 @@ def content_problem(tensor: Any) -> str:
         return f"it is quantized ({tensor.dtype}); pass its int_repr()"
     if type(tensor).__name__ == "FakeTensor":
         return "it is a FakeTensor and has no data"
+    if tensor._is_zerotensor():
+        return "it is a ZeroTensor of forward AD and has no memory; pass its clone()"
     if tensor.device.type == "meta":
         return "it is on the meta device and has no data; pass its to_empty()"
     return ""

@@ -1,5 +1,6 @@
 """Where in memory arrays and tensors are, and which of them share it."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -78,25 +79,49 @@ def sharing(places: list[Place]) -> Iterator[list[Place]]:
             index = parents[index]
         return index
 
-    order = sorted(range(len(places)), key=lambda i: (places[i].device, places[i].low))
-    open_: list[int] = []
-    for index in order:
+    def join(index: int, near: list[int]) -> None:
+        """Join a leaf with those that share its memory; forget those that ended before."""
         place = places[index]
-        open_ = [
+        near[:] = [
             other
-            for other in open_
+            for other in near
             if places[other].device == place.device and places[other].high > place.low
         ]
-        for other in open_:
+        for other in near:
             if root(other) != root(index) and overlap(places[other], place):
                 parents[root(other)] = root(index)
+
+    # Of each lattice the leaves whose range is not over, by where they are in its period.
+    open_: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    order = sorted(range(len(places)), key=lambda i: (places[i].device, places[i].low))
+    for index in order:
+        lattice, residue = _lattice_of(places[index])
+        for other, by_residue in open_.items():
+            # Other columns of the same matrix share nothing.
+            residues = [residue] if other == lattice else [*by_residue]
+            for each in residues:
+                join(index, by_residue.get(each, []))
+        near = open_.setdefault(lattice, {}).setdefault(residue, [])
         # Among dense leaves of the same range, one is enough to compare others with.
-        if not any(_alike(places[other], place) for other in open_):
-            open_.append(index)
+        if not any(_alike(places[other], places[index]) for other in near):
+            near.append(index)
     groups: dict[int, list[Place]] = {}
     for index, place in enumerate(places):
         groups.setdefault(root(index), []).append(place)
     yield from groups.values()
+
+
+def _lattice_of(place: Place) -> tuple[tuple[int, ...], int]:
+    """Return what divides all distances of a leaf's elements, and where in it they are.
+
+    Leaves of the same lattice at different places share no byte.
+    """
+    pairs = zip(place.value.shape, place.strides, strict=True)
+    period = math.gcd(*(abs(stride) for extent, stride in pairs if extent > 1))
+    size = itemsize_of(place.value)
+    if not period or period % size:
+        return (), 0
+    return (period, size, place.low % size), place.low % period
 
 
 def _alike(one: Place, other: Place) -> bool:

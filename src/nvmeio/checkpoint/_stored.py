@@ -84,6 +84,8 @@ def _check(leaf: Leaf) -> None:
 
 
 def _array_problem(array: npt.NDArray[Any]) -> str:
+    if isinstance(array, np.ma.MaskedArray):
+        return "it is masked, and its mask would be lost; pass its data and its mask"
     if type(array) not in (np.ndarray, np.memmap):
         return f"it is a {type(array).__qualname__}; pass its np.asarray()"
     if array.dtype.hasobject:
@@ -119,6 +121,8 @@ def _tensor_problem(tensor: Any) -> str:
             "torch.distributed.checkpoint, or pass its full_tensor()"
         )
     if kind not in (torch.Tensor, torch.nn.Parameter):
+        if torch.nn.parameter.is_lazy(tensor):
+            return content_problem(tensor)
         return f"it is a {kind.__module__}.{kind.__qualname__}; pass a plain tensor"
     if problem := content_problem(tensor):
         return problem

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nvmeio._safetensors.file import Direct, Mapped
 from nvmeio._safetensors.writing import Source, pack
@@ -17,7 +18,7 @@ from nvmeio._safetensors.writing import save as _save
 from nvmeio._streams.progress import Progress
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_dtype, header_shape
 from nvmeio._tensors.frameworks import Torch
-from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.memory import bytes_of, content_problem
 from nvmeio.safetensors._open import check_backend, safe_open
 from nvmeio.safetensors._sharing import (
     _find_shared_tensors,
@@ -94,6 +95,30 @@ def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
     return found
 
 
+def _has_no_memory(tensor: torch.Tensor) -> str:
+    """Return why a tensor has no memory of its own, which safetensors does not say."""
+    if type(tensor).__name__ == "DTensor":
+        return (
+            "it is a DTensor, which is distributed over several processes; pass its "
+            "full_tensor(), or save it by nvmeio.torch.dcp"
+        )
+    if is_lazy(tensor) or tensor._is_zerotensor():
+        return content_problem(tensor)
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return ""
+    try:
+        if tensor.untyped_storage().data_ptr():
+            return ""
+    except RuntimeError:
+        # A wrapper may have no storage, or refuse to show it.
+        pass
+    return (
+        f"it is a {kind.__module__}.{kind.__qualname__}, which wraps other tensors; pass "
+        "those, or its dequantize()"
+    )
+
+
 def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise the errors of safetensors for tensors that it refuses to save."""
     if not isinstance(tensors, dict):
@@ -113,6 +138,9 @@ def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
             "not support. You can make it a dense tensor before saving with `.to_dense()` "
             "but be aware this might make a much larger file than needed."
         )
+    for name, tensor in tensors.items():
+        if problem := _has_no_memory(tensor):
+            raise ValueError(f"Key `{name}` is invalid: {problem}")
     shared = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
     if shared:
         raise RuntimeError(
