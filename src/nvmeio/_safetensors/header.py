@@ -269,7 +269,8 @@ def build(
         start = -(-(LENGTH_BYTES + len(content)) // align) * align
         length = start - LENGTH_BYTES
         if length > HEADER_BYTES_MAX:
-            raise RefusedError("header too large")
+            words = f"{length} bytes; {HEADER_BYTES_MAX} is the limit of the format"
+            raise RefusedError(f"header too large ({words})")
     except RefusedError as error:
         raise SafetensorError(f"Error while serializing: {error}") from None
     header = length.to_bytes(LENGTH_BYTES, "little") + content.ljust(length)
