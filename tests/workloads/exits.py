@@ -38,6 +38,8 @@ def leave(folder, control, memory, engine, way, hold):
     buffer = map_memory(f"{memory}/async_pread", len(data))
     op.async_pread(buffer, file)
     request = op.handle.submit_read(map_memory(f"{memory}/submit_read", len(data)), file)
+    # The requests keep it open.
+    file.close()
     report({"pending": op.handle.pending})
     if hold == "global":
         KEPT.extend([op, request])

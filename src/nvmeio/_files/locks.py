@@ -25,6 +25,7 @@ __all__ = [
     "in_child_close",
     "locked_for_reading",
     "locked_header",
+    "unlock",
 ]
 
 # How the file of a lock begins.
@@ -37,11 +38,22 @@ _PAUSE_S, _PATIENCE_S = 20e-6, 1.0
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
+def unlock(file: Descriptor, process: int) -> None:
+    """Release a file's flock at once; do nothing in forked children of `process`.
+
+    On FUSE, close(2) returns before the lock is released.  A child shares its parent's.
+    """
+    if file.number >= 0 and os.getpid() == process:
+        with best_effort():
+            fcntl.flock(file.number, fcntl.LOCK_UN)
+
+
 class _Lock:
     """A lock on a file that this opened: it ends at the latest with its object."""
 
     def __init__(self) -> None:
         self._opened = Descriptor()
+        self._process = os.getpid()
 
     @property
     def descriptor(self) -> int:
@@ -49,7 +61,8 @@ class _Lock:
         return self._opened.number
 
     def close(self) -> None:
-        """Release the lock, if it is held."""
+        """Release the lock, if it is held; a forked child closes only its descriptor."""
+        unlock(self._opened, self._process)
         self._opened.close()
 
 
@@ -85,7 +98,7 @@ class WriterLock(_Lock):
                 made.close()
                 raise
         self.close()
-        self._opened = made
+        self._opened, self._process = made, os.getpid()
         in_child_close(self)
         return True
 
@@ -182,12 +195,8 @@ class FileLock(_Lock):
         self._opened.check_written()
 
     def __exit__(self, *_: object) -> None:
-        try:
-            # Not only by closing: a child may have been forked before in_child_close().
-            with best_effort():
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        finally:
-            self.close()
+        # Not only by closing: a child may have been forked before in_child_close().
+        self.close()
 
 
 @contextlib.contextmanager

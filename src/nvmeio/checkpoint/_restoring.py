@@ -11,7 +11,7 @@ import numpy as np
 
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
-from nvmeio._files.locks import in_child_close
+from nvmeio._files.locks import in_child_close, unlock
 from nvmeio._files.paths import leads_to
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
@@ -48,6 +48,7 @@ class Held:
         self.folder, self.step = folder, step
         # Ctrl-C may come at any time: they are closed with this object.
         self._place, self._held = Descriptor(), Descriptor()
+        self._process = os.getpid()
         try:
             self._open_folder()
             self._lock()
@@ -104,6 +105,7 @@ class Held:
 
     def close(self) -> None:
         """Release the lock, so that the step may be removed."""
+        unlock(self._held, self._process)
         self._held.close()
         self._place.close()
 

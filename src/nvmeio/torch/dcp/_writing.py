@@ -31,9 +31,10 @@ from torch.futures import Future
 
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._files.paths import naming
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.names import final_name, remove_left, temporary_name
+from nvmeio._publish.names import final_name, remove_left, renaming, temporary_name
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.torch._saving import errors_of, saving_with
@@ -80,7 +81,18 @@ class _Claim:
         with contextlib.suppress(FileNotFoundError):
             # Users who may not read the old file must not open the new one.
             mode &= os.stat(target).st_mode | 0o600
-        os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        with naming(target):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            with naming(target):
+                os.close(descriptor)
+            self._take(folder, name)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take(self, folder: str, name: str) -> None:
+        """Remove the claims of earlier saves; raise FileExistsError if there is a later."""
         mine = self._place(self.path)
         for each in os.listdir(folder):
             other = os.path.join(folder, each)
@@ -90,7 +102,6 @@ class _Claim:
                 theirs = self._place(other)
                 if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
                     # Both have begun now.  One of them must go on.
-                    self.remove()
                     raise self._lost()
                 os.unlink(other)
 
@@ -112,17 +123,23 @@ class _Claim:
     def publish(self, text: bytes, *, sync: bool) -> None:
         """Replace the target, unless a later save has begun."""
         try:
-            with open(self.path, "r+b") as file:
+            # Not created anew: it may have been removed.
+            with (
+                naming(self.target),
+                open(os.open(self.path, os.O_WRONLY), "wb") as file,
+            ):
                 file.write(text)
                 file.flush()
                 become_like(file.fileno(), self.target)
                 if sync:
                     os.fsync(file.fileno())
-            os.rename(self.path, self.target)
+            with renaming(self.target):
+                os.rename(self.path, self.target)
         except FileNotFoundError:
             raise self._lost() from None
         if sync:
-            sync_folder(os.path.dirname(self.target))
+            with naming(self.target):
+                sync_folder(os.path.dirname(self.target))
 
     def remove(self) -> None:
         """Give the right up; do nothing if it is lost."""
