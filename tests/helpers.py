@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import mmap
 import os
 import resource
 import sys
@@ -124,8 +125,12 @@ def need_direct(folder):
             pytest.skip("the file system has no O_DIRECT")
 
 
+_held = []
+
+
 def drop(path):
     """Drop a file from the page cache, and check that it is gone, if that is possible."""
+    _held.clear()
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,12 +168,20 @@ def warm(path, nbytes=None):
 
 
 def warm_pages(path, pages):
-    """Cache some pages of a file, and no others."""
+    """Cache some pages of a file, and no others, until another file is dropped.
+
+    The kernel may drop a page at any moment, and some machines drop those that nobody has
+    mapped before there is need (DAMON's pageout), so they are mapped.
+    """
     drop(path)
+    size = os.path.getsize(path)
     with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        held = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
+        if size:
+            held.madvise(mmap.MADV_RANDOM)
         for page in pages:
-            os.pread(file.fileno(), PAGE, page * PAGE)
+            held[page * PAGE : page * PAGE + 1]
+    _held.append(held)
 
 
 def is_mapped(tensor, path):
