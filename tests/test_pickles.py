@@ -4,8 +4,10 @@ import collections
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nvmeio._native.pickles import require_linear
 
@@ -31,9 +33,33 @@ VALUES = st.recursive(
 @given(VALUES, st.integers(0, pickle.HIGHEST_PROTOCOL), st.integers(0, 1000))
 def test_ordinary_pickles_pass(value, protocol, end):
     text = pickle.dumps([value, value], protocol)
-    require_linear(text)
+    require_linear(text, by_fields=True)
     # What ends too early is for the unpickler to refuse.
-    require_linear(text[:end])
+    require_linear(text[:end], by_fields=False)
+
+
+class Node:
+    """An object that knows the one before by two ways."""
+
+    def __init__(self, before):
+        self.before, self.others = before, [before, (before,)]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_ordinary_objects_pass(protocol):
+    """They are hashed by identity, whatever they contain."""
+    node = None
+    for _ in range(100):
+        node = Node(node)
+    nodes = {node: {"a": node, node.before: [node, node]}}
+    text = pickle.dumps(nodes, protocol)
+    require_linear(text, by_fields=False)
+
+
+def test_objects_that_are_hashed_by_fields_pass_if_these_are_few():
+    keys = [MetadataIndex(f"layer {n}", torch.Size([n, n]), n) for n in range(1000)]
+    text = pickle.dumps({key: [key, keys[0]] for key in keys})
+    require_linear(text, by_fields=True)
 
 
 # Each leaves a tuple on the stack that has the one before twice.
@@ -43,6 +69,7 @@ STEPS = {
     "marked": b"q\x00(h\x00h\x00t",
     "among others": b"q\x00(K\x01h\x00K\x02h\x00K\x03t",
     "by a line": b"p0\n(g0\ng0\nt",
+    "by a later line": b"p12\nK\x01p3\n0(g12\ng12\nt",
     "by a long index": b"r\x20\x00\x00\x00j\x20\x00\x00\x00\x86",
     "three": b"22\x87",
 }
@@ -65,18 +92,48 @@ def test_keys_that_take_years_to_hash_are_refused(step, use):
         parts = (b"q%ch%ch%c\x86" % (n, n, n) for n in range(6, 66))
         body = b"\x80\x04)" + b"".join(parts) + USES[use]
     with pytest.raises(ValueError, match="nests tuples in tuples"):
-        require_linear(body)
+        require_linear(body, by_fields=False)
     # Ten of them are harmless, and load.
     small = body.replace(text * 50, b"", 1)
     if step != "remembered":
-        require_linear(small)
+        require_linear(small, by_fields=False)
         pickle.loads(small)
 
 
 def test_remembered_objects_beyond_the_size_are_refused():
+    with pytest.raises(ValueError, match="other than a number"):
+        require_linear(b"Np-1\n.", by_fields=False)
     with pytest.raises(ValueError, match="it has 8 bytes, and remembers 9999 objects"):
-        require_linear(b"Nr\x0f\x27\x00\x00N.")
+        require_linear(b"Nr\x0f\x27\x00\x00N.", by_fields=False)
     # Behind a gap of indices, the next number is that of the objects before: here 1, not 6.
     body = b"\x80\x04)q\x05\x94" + b"h\x01h\x01\x86q\x01" * 60 + b"}h\x01K\x01s."
     with pytest.raises(ValueError, match="nests tuples in tuples"):
-        require_linear(body)
+        require_linear(body, by_fields=False)
+
+
+NESTED = b")q\x02" + b"h\x02h\x02\x86q\x02" * 60
+
+
+@pytest.mark.parametrize(
+    "add", [b"h\x00h\x02a", b"h\x00(h\x02h\x02e", b"h\x00]h\x02aa", b"h\x05h\x02K\x00s"]
+)
+def test_what_a_container_gets_later_counts_too(add):
+    """Also if it is a part of the arguments already."""
+    body = b"\x80\x04}q\x05]q\x00\x86q\x01" + NESTED + add + b"cbuiltins\nset\nh\x01R."
+    with pytest.raises(ValueError, match="nests tuples in tuples"):
+        require_linear(body, by_fields=False)
+
+
+def test_a_state_counts_where_objects_are_hashed_by_it():
+    new, state = b"cm\nA\n)\x81", b"}X\x01\x00\x00\x00ah\x02sb"
+    body = b"\x80\x04" + NESTED + b"}" + new + state + b"K\x00s."
+    require_linear(body, by_fields=False)
+    with pytest.raises(ValueError, match="nests tuples in tuples"):
+        require_linear(body, by_fields=True)
+    # Each object is in a tuple before it gets its state.
+    new, state = b"cm\nA\n)\x81q\x02", b"h\x02}X\x01\x00\x00\x00ah\x01sb0"
+    body = b"\x80\x04" + new + b"h\x02\x86q\x01" + new + state + b"."
+    require_linear(body, by_fields=True)
+    body = b"\x80\x04" + new + b"h\x02\x86q\x01" + state + b"."
+    with pytest.raises(ValueError, match="a state after others contain it"):
+        require_linear(body, by_fields=True)

@@ -19,6 +19,19 @@ __all__ = ["is_npz", "npy_contents", "npz_contents"]
 # How much of a member is decompressed: the longest header that numpy reads, and its length.
 _HEAD_BYTES = 64 << 10
 
+# What numpy and zipfile raise for damaged archives.
+_DAMAGED = (
+    EOFError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
 
 def npy_contents(path: str) -> dict[str, Any] | None:
     """Return the contents of a .npy file; None for other files."""
@@ -62,10 +75,7 @@ def npz_contents(path: str) -> dict[str, Any]:
                 shape, _, dtype = header_in(head)
                 stored = entry.compress_type == zipfile.ZIP_STORED
                 begin = begin_of(file, entry) + head.tell() if stored else None
-            except (
-                *(EOFError, NotImplementedError, OSError, RuntimeError, SyntaxError),
-                *(TypeError, ValueError, zipfile.BadZipFile, zlib.error),
-            ) as error:
+            except _DAMAGED as error:
                 raise CommandError(f"{path}: its array {name!r}: {error}") from None
             found.append(_array(name, dtype, shape, begin))
     return {"format": "npz", "metadata": None, "tensors": found}

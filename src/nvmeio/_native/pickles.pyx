@@ -2,8 +2,8 @@
 
 Tuples are hashed anew each time, so a few bytes that nest tuples in tuples twice each, as
 the key of a dict, take years.  This follows what each opcode does to the stack and to the
-memo, as in pickletools.py, and adds up how many parts are visited when keys and arguments
-are hashed.
+memo, as in pickletools.py, and adds up how many parts are visited when keys are hashed, and
+by functions that hash what their arguments contain, as set() does.
 """
 
 from libc.stdint cimport uint8_t, uint64_t
@@ -98,6 +98,10 @@ cdef struct Numbers:
     size_t count
     size_t room
 
+cdef struct Parts:
+    uint64_t hashed  # what hash() visits: of a list or dict only itself
+    uint64_t all     # the same, and what lists and dicts contain
+
 
 cdef int put(Numbers *numbers, uint64_t value) except -1:
     cdef size_t room
@@ -118,37 +122,73 @@ cdef inline uint64_t capped(uint64_t value) noexcept:
 
 
 cdef class _Walk:
-    """The stack and the memo; each object is a number, and has a cost: its parts."""
+    """The stack and the memo; each object is a number, and has so many parts."""
 
     cdef const uint8_t *text
+    cdef bint by_fields
     cdef size_t at, size, remembered
-    cdef Numbers costs, stack, marks, memo
+    # Of each object: its parts, and whether it is itself a part.
+    cdef Numbers hashed, all, contained
+    cdef Numbers stack, marks, memo
+    # What was added to objects that were already parts: nothing above them counts it.
+    cdef uint64_t late_objects, late_parts
     cdef uint64_t total
 
     def __dealloc__(self):
-        free(self.costs.items)
+        free(self.hashed.items)
+        free(self.all.items)
+        free(self.contained.items)
         free(self.stack.items)
         free(self.marks.items)
         free(self.memo.items)
 
-    cdef int push(self, uint64_t cost) except -1:
-        put(&self.stack, self.costs.count)
-        put(&self.costs, capped(cost))
+    cdef int push(self, uint64_t hashed, uint64_t all) except -1:
+        put(&self.stack, self.all.count)
+        put(&self.hashed, capped(hashed))
+        put(&self.all, capped(all))
+        put(&self.contained, False)
         return 0
 
-    cdef int push_sum(self, size_t count) except -1:
-        """Replace the top objects by one that has them as parts."""
-        return self.push(1 + self.pop_sum(count))
+    cdef int push_atom(self) except -1:
+        return self.push(1, 1)
 
-    cdef uint64_t pop_sum(self, size_t count) except? 0:
-        cdef uint64_t found = 0
-        cdef size_t index
+    cdef int pop(self, size_t count, Parts *found, size_t step=1) except -1:
+        """Remove the top objects, which become parts; with a step, hash each first one."""
+        cdef size_t first, index, each
+        found.hashed = found.all = 0
         if count > self.stack.count:
             raise EOFError
-        for index in range(self.stack.count - count, self.stack.count):
-            found = capped(found + self.costs.items[self.stack.items[index]])
+        first = self.stack.count - count
+        for index in range(count):
+            each = self.stack.items[first + index]
+            if index % step == 0:
+                found.hashed = capped(found.hashed + self.hashed.items[each])
+            found.all = capped(found.all + self.all.items[each])
+            self.contained.items[each] = True
+        self.stack.count = first
+        return 0
+
+    cdef int drop(self, size_t count) except -1:
+        """Remove the top objects, which become parts of nothing."""
+        if count > self.stack.count:
+            raise EOFError
         self.stack.count -= count
-        return found
+        return 0
+
+    cdef int push_tuple(self, size_t count) except -1:
+        """Replace the top objects by a tuple of them."""
+        cdef Parts parts
+        self.pop(count, &parts)
+        return self.push(1 + parts.hashed, 1 + parts.all)
+
+    cdef int push_list(self, size_t count) except -1:
+        cdef Parts parts
+        self.pop(count, &parts)
+        return self.push(1, 1 + parts.all)
+
+    cdef int visit(self, uint64_t parts) noexcept:
+        self.total = capped(self.total + parts)
+        return 0
 
     cdef size_t above_mark(self) except? 0:
         """Remove the newest mark, and return how many objects are above it."""
@@ -159,22 +199,49 @@ cdef class _Walk:
             raise EOFError
         return self.stack.count - self.marks.items[self.marks.count]
 
-    cdef int add_to_top(self, uint64_t cost, bint hashed) except -1:
-        """Make something a part of the top object."""
+    cdef int add_to_top(self, size_t count, size_t hash_each) except -1:
+        """Move the top objects into the one below; hash each n-th, or with 0 none."""
+        cdef Parts parts
         cdef uint64_t top
+        self.pop(count, &parts, hash_each or 1)
+        if hash_each:
+            self.visit(parts.hashed)
         if self.stack.count == 0:
             raise EOFError
         top = self.stack.items[self.stack.count - 1]
-        self.costs.items[top] = capped(self.costs.items[top] + cost)
-        if hashed:
-            self.total = capped(self.total + cost)
+        self.all.items[top] = capped(self.all.items[top] + parts.all)
+        if self.contained.items[top]:
+            self.late_objects += count
+            self.late_parts = capped(self.late_parts + parts.all - count)
+        return 0
+
+    cdef int build(self) except -1:
+        """Give the object below the top one its state, which is hashed with it or not."""
+        cdef Parts parts
+        cdef uint64_t top
+        self.pop(1, &parts)
+        if self.stack.count == 0:
+            raise EOFError
+        top = self.stack.items[self.stack.count - 1]
+        if self.by_fields:
+            if self.contained.items[top]:
+                raise ValueError("it gives an object a state after others contain it")
+            self.hashed.items[top] = capped(self.hashed.items[top] + parts.all)
+            self.all.items[top] = capped(self.all.items[top] + parts.all)
         return 0
 
     cdef int call(self, size_t count) except -1:
         """Replace a function and its arguments by the result, which may hash them."""
-        cdef uint64_t cost = self.pop_sum(count)
-        self.total = capped(self.total + cost)
-        return self.push(1 + cost)
+        cdef Parts parts
+        cdef uint64_t visited
+        self.pop(count, &parts)
+        visited = parts.all
+        if self.late_parts:
+            visited = visited * (1 + self.late_parts) if visited < MOST // (
+                1 + self.late_parts
+            ) else MOST
+        self.visit(visited + self.late_objects)
+        return self.push(1 + parts.all, 1 + parts.all)
 
     cdef int remember(self, uint64_t index) except -1:
         if index > self.size:
@@ -220,51 +287,55 @@ cdef class _Walk:
 
     cdef uint64_t decimal(self) except? 0:
         cdef uint64_t found = 0
-        cdef size_t index
-        for index in range(self.line(), self.at - 1):
-            if not b"0" <= self.text[index] <= b"9":
+        cdef size_t index, begin = self.line()
+        cdef int digit
+        for index in range(begin, self.at - 1):
+            digit = self.text[index] - 0x30
+            if not 0 <= digit <= 9:
                 raise ValueError("it names a remembered object by other than a number")
-            found = capped(10 * found + self.text[index] - b"0")
+            found = capped(10 * found + <uint64_t>digit)
         return found
 
     cdef bint step(self) except -1:
         """Follow one opcode; return False at the end."""
         cdef uint8_t code = self.number(1)
         cdef size_t count
-        cdef uint64_t cost, index
+        cdef uint64_t parts, index
+        cdef Parts members
         if code == STOP:
             return False
         elif code in (BININT1, SHORT_BINBYTES, SHORT_BINUNICODE, SHORT_BINSTRING):
             index = self.number(1)
             if code != BININT1:
                 self.skip(index)
-            self.push(1)
+            self.push_atom()
         elif code in (NONE, NEWTRUE, NEWFALSE):
-            self.push(1)
+            self.push_atom()
         elif code in (EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET):
-            self.push(1)
+            self.push_atom()
         elif code == BININT2:
             self.skip(2)
-            self.push(1)
+            self.push_atom()
         elif code == BININT:
             self.skip(4)
-            self.push(1)
+            self.push_atom()
         elif code in (BINUNICODE, BINBYTES, BINSTRING):
             self.skip(self.number(4))
-            self.push(1)
+            self.push_atom()
         elif code in (BINUNICODE8, BINBYTES8, BYTEARRAY8):
             self.skip(self.number(8))
-            self.push(1)
+            self.push_atom()
         elif code == BINFLOAT:
             self.skip(8)
-            self.push(1)
+            self.push_atom()
         elif code in (LONG1, LONG4):
             # Hashes of large numbers are not kept.
-            cost = self.skip(self.number(1 if code == LONG1 else 4))
-            self.push(1 + cost // 8)
+            parts = 1 + self.skip(self.number(1 if code == LONG1 else 4)) // 8
+            self.push(parts, parts)
         elif code in (INT, LONG, FLOAT, STRING, UNICODE):
             index = self.line()
-            self.push(1 + (self.at - index) // 8)
+            parts = 1 + (self.at - index) // 8
+            self.push(parts, parts)
         elif code == BINGET:
             self.recall(self.number(1))
         elif code == LONG_BINGET:
@@ -287,32 +358,39 @@ cdef class _Walk:
             if count and self.marks.items[count - 1] == self.stack.count:
                 self.marks.count -= 1
             else:
-                self.pop_sum(1)
+                self.drop(1)
         elif code == POP_MARK:
-            self.pop_sum(self.above_mark())
+            self.drop(self.above_mark())
         elif code == DUP:
             if self.stack.count == 0:
                 raise EOFError
             put(&self.stack, self.stack.items[self.stack.count - 1])
         elif code in (TUPLE1, TUPLE2, TUPLE3):
-            self.push_sum(code - TUPLE1 + 1)
-        elif code in (TUPLE, LIST):
-            self.push_sum(self.above_mark())
-        elif code in (DICT, FROZENSET):
-            count = self.above_mark()
-            cost = self.pop_sum(count)
-            self.total = capped(self.total + cost)
-            self.push(1 + cost)
+            self.push_tuple(code - TUPLE1 + 1)
+        elif code == TUPLE:
+            self.push_tuple(self.above_mark())
+        elif code == LIST:
+            self.push_list(self.above_mark())
+        elif code == DICT:
+            self.pop(self.above_mark(), &members, 2)
+            self.visit(members.hashed)
+            self.push(1, 1 + members.all)
+        elif code == FROZENSET:
+            self.pop(self.above_mark(), &members)
+            self.visit(members.hashed)
+            self.push(1 + members.hashed, 1 + members.all)
         elif code == APPEND:
-            self.add_to_top(self.pop_sum(1), False)
+            self.add_to_top(1, 0)
         elif code == APPENDS:
-            self.add_to_top(self.pop_sum(self.above_mark()), False)
+            self.add_to_top(self.above_mark(), 0)
         elif code == SETITEM:
-            self.add_to_top(self.pop_sum(2), True)
-        elif code in (SETITEMS, ADDITEMS):
-            self.add_to_top(self.pop_sum(self.above_mark()), True)
+            self.add_to_top(2, 2)
+        elif code == SETITEMS:
+            self.add_to_top(self.above_mark(), 2)
+        elif code == ADDITEMS:
+            self.add_to_top(self.above_mark(), 1)
         elif code == BUILD:
-            self.add_to_top(self.pop_sum(1), True)
+            self.build()
         elif code in (REDUCE, NEWOBJ):
             self.call(2)
         elif code == NEWOBJ_EX:
@@ -326,36 +404,38 @@ cdef class _Walk:
         elif code == GLOBAL:
             self.line()
             self.line()
-            self.push(1)
+            self.push_atom()
         elif code == STACK_GLOBAL:
-            self.pop_sum(2)
-            self.push(1)
+            self.drop(2)
+            self.push_atom()
         elif code == PERSID:
             self.line()
-            self.push(1)
+            self.push_atom()
         elif code == BINPERSID:
             self.call(1)
         elif code in (EXT1, EXT2, EXT4):
             self.skip(1 << (code - EXT1))
-            self.push(1)
+            self.push_atom()
         elif code == PROTO:
             self.skip(1)
         elif code == FRAME:
             self.skip(8)
         elif code == NEXT_BUFFER:
-            self.push(1)
+            self.push_atom()
         elif code != READONLY_BUFFER:
             raise EOFError
         return True
 
 
-def require_linear(bytes text not None) -> None:
+def require_linear(bytes text not None, *, bint by_fields) -> None:
     """Raise ValueError for a pickle that takes far more time than its size to load.
 
-    Nothing is raised for an invalid one, which the unpickler refuses.
+    With `by_fields`, objects are hashed by the state that they are given, as frozen
+    dataclasses are; otherwise by their identity.  Nothing is raised for an invalid pickle,
+    which the unpickler refuses.
     """
     cdef _Walk walk = _Walk()
-    walk.text, walk.size = text, len(text)
+    walk.text, walk.size, walk.by_fields = text, len(text), by_fields
     try:
         while walk.step():
             pass

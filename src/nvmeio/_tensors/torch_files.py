@@ -189,6 +189,6 @@ def unpickled(text: bytes, reader: Callable[..., Reader] = Reader) -> Any:
     Memo indices beyond the pickle's size, which allocate memory, and keys that take long to
     hash are refused.
     """
-    require_linear(text)
+    require_linear(text, by_fields=False)
     # As torch does for files of Python 2.
     return reader(io.BytesIO(text), encoding="utf-8").load()

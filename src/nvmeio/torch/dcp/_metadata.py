@@ -115,7 +115,7 @@ def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
         text = file.read()
     try:
         if weights_only:
-            require_linear(text)
+            require_linear(text, by_fields=True)
         kind = _MetadataUnpickler if weights_only else pickle.Unpickler
         found = kind(io.BytesIO(text)).load()
     except (pickle.UnpicklingError, ValueError) as error:
