@@ -132,7 +132,7 @@ def _lock(descriptor: int, doing: str) -> None:
 def _hide_from_readers(descriptor: int) -> None:
     """Let only those read a lock's file who may write it.
 
-    Whoever may read a file may also lock it, and would keep the writer away.
+    A user who can read a file can also lock it, and would keep the writer away.
     """
     found = os.fstat(descriptor)
     may_write = found.st_mode & 0o222
