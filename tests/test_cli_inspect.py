@@ -14,6 +14,7 @@ import zipfile
 import numpy as np
 import pytest
 
+import nvmeio
 import nvmeio.safetensors.numpy as st
 from commands import call_nvmeio
 from nvmeio._cli import main, torch_files
@@ -461,17 +462,20 @@ POINTER = (
     b"size 12345\n"
 )
 FOREIGN = {
-    "pointer": (POINTER, "a Git LFS pointer, not the file itself, of 12345 bytes"),
-    "html": (b"<!DOCTYPE html>\n<html>404", "a page of HTML"),
-    "html, indented": (b"\xef\xbb\xbf\n  <html>", "a page of HTML"),
-    "xml": (b"<?xml version='1.0'?><Error>AccessDenied</Error>", "XML, as object stores"),
+    "pointer": (POINTER, "it is a Git LFS pointer, not the file itself, of 12345 bytes"),
+    "html": (b"<!DOCTYPE html>\n<html>404", "it is a page of HTML"),
+    "html, indented": (b"\xef\xbb\xbf\n  <html>", "it is a page of HTML"),
+    "xml": (
+        b"<?xml version='1.0'?><Error>AccessDenied</Error>",
+        "it is XML, as object stores",
+    ),
     "empty": (b"", "it is empty"),
     "zeros": (bytes(4096), "it begins with zeros only"),
-    "gzip": (gzip.compress(b"x" * 100), "compressed by gzip"),
+    "gzip": (gzip.compress(b"x" * 100), "it is compressed by gzip"),
     "pickle": (pickle.dumps({"x": 1}), "it is a pickle"),
-    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(600), "an HDF5 file"),
-    "gguf": (b"GGUF\3\0\0\0" + bytes(600), "a GGUF file"),
-    "json": (b'{"error": "Repository not found"}', "probably JSON"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(600), "it is an HDF5 file"),
+    "gguf": (b"GGUF\3\0\0\0" + bytes(600), "it is a GGUF file"),
+    "json": (b'{"error": "Repository not found"}', "it is a text, probably JSON"),
 }
 
 
@@ -491,6 +495,18 @@ def test_what_a_file_is_is_said_by_inspect_and_by_load_file(tmp_path, kind):
     assert words in notes_of(caught.value)[0]
     # As a worker of a DataLoader sends it.
     assert notes_of(pickle.loads(pickle.dumps(caught.value))) == notes_of(caught.value)
+    with pytest.raises(ValueError, match=re.escape(f"is not a .npy file: {words}")):
+        nvmeio.load(path)
+
+
+@pytest.mark.parametrize("kind", sorted({*FOREIGN} - {"pickle"}))
+def test_what_a_file_is_is_said_by_load_of_torch(tmp_path, kind):
+    pytest.importorskip("torch")
+    content, words = FOREIGN[kind]
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # torch raises several
+        nvmeio.torch.load(tmp_path / "model.pt")
+    assert words in notes_of(caught.value)[-1]
 
 
 def notes_of(error):

@@ -61,7 +61,7 @@ MISTAKES = {
     "an archive to load": (
         lambda folder: nvmeio.load(folder / "archive.npz"),
         ValueError,
-        r"is a zip archive, as .*: numpy\.load\(\) or torch\.load\(\) reads it",
+        r"not a \.npy file: it is a zip archive, as .*; torch\.load or numpy\.load reads",
     ),
     "bfloat16 for float16": (
         lambda folder: nvmeio.ArrayFile(folder / "half.npy", mode="r+").__setitem__(

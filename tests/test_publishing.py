@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 
@@ -233,6 +234,37 @@ def test_a_copy_by_hard_links_is_not_appended_to(tmp_path):
         with pytest.raises(OSError, match="replaced or removed"):
             file.refresh()
     assert np.array_equal(nvmeio.load(copy), OLD)
+
+
+# Of posix_acl_default: the owner, another user (65534) and the group may read and write.
+ACL_NAME = "system.posix_acl_default"
+ACL = struct.pack(
+    "<I" + "HHI" * 5,
+    2,
+    *(0x01, 7, 0xFFFFFFFF),
+    *(0x02, 7, 65534),
+    *(0x04, 7, 0xFFFFFFFF),
+    *(0x10, 7, 0xFFFFFFFF),
+    *(0x20, 0, 0xFFFFFFFF),
+)
+
+
+@pytest.mark.parametrize("writer", REPLACING)
+def test_the_default_permissions_of_a_folder_are_given(tmp_path, writer):
+    """As a plain open() or mkdir() there gives them."""
+    save, _ = REPLACING[writer]
+    try:
+        os.setxattr(tmp_path, ACL_NAME, ACL)
+    except OSError as error:
+        pytest.skip(f"the file system has no lists of permissions: {error.strerror}")
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    save(tmp_path / "written", NEW)
+    found = [tmp_path / "written", *(tmp_path / "written").rglob("*")]
+    for path in found:
+        like = tmp_path / ("folder" if path.is_dir() else "plain")
+        for name in os.listxattr(like):
+            assert os.getxattr(path, name) == os.getxattr(like, name)
 
 
 @pytest.mark.parametrize("writer", [*FILES, "Checkpointer"])

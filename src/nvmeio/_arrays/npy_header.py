@@ -21,6 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from nvmeio._arguments.checks import extents_of
+from nvmeio._files.kinds import HEAD_BYTES, what_begins
 from nvmeio._files.locks import header_for_reading
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
@@ -117,12 +118,9 @@ def read_layout(file: File, *, shared: bool) -> Layout:
         words = "numpy.load(max_header_size=...) reads longer ones, if you trust the file"
         raise ValueError(f"{file.path!r} {error}; {words}") from None
     except _MALFORMED as error:
-        if head.getvalue().startswith(b"PK\3\4"):
-            raise ValueError(
-                f"{file.path!r} is a zip archive, as .npz and .pt files are: "
-                "numpy.load() or torch.load() reads it"
-            ) from None
-        raise ValueError(f"{file.path!r} is not a .npy file: {error}") from error
+        first = head.getvalue()[:HEAD_BYTES]
+        known = None if first.startswith(npy.MAGIC_PREFIX) else what_begins(first, size)
+        raise ValueError(f"{file.path!r} is not a .npy file: {known or error}") from error
     if dtype.hasobject:
         raise ValueError(
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "

@@ -14,9 +14,11 @@ import torch
 from nvmeio._arguments.checks import flag, integer, path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import cut
+from nvmeio._files.kinds import HEAD_BYTES, PICKLE, what_begins
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
 from nvmeio._publish.mapped import Map, is_mapped, maps_of, require_copy
+from nvmeio._tensors.errors import note
 from nvmeio._tensors.targets import check_target, chosen_names
 from nvmeio._tensors.torch_files import content_of, entries_of
 from nvmeio.default import default_handle
@@ -143,14 +145,18 @@ def _loaded(file: File, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def naming_file(file: File) -> Iterator[None]:
-    """Add the file's name to errors of torch, in Python 3.11 and later."""
+    """Add to errors of torch which file it is, and of what kind if torch reads no such."""
     try:
         yield
     except OSError:
         raise
     except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(f"while {os.fsdecode(file.path)!r} was loaded")
+        words = f"while {os.fsdecode(file.path)!r} was loaded"
+        first = os.pread(file.fileno(), HEAD_BYTES, 0)
+        known = what_begins(first, file.size)
+        if known and known != PICKLE and not first.startswith(b"PK"):
+            words += f": {known}"
+        note(error, words)
         raise
 
 
