@@ -37,6 +37,12 @@ def training(model: torch.nn.Module, batches: Iterator[torch.Tensor]) -> None:
         optimizer.zero_grad()
 
 
+def computing(model: torch.nn.Module) -> torch.nn.Module:
+    model = nvmeio.torch.disk_offload(model, "model.safetensors", memory="1GiB")
+    print(nvmeio.torch.disk_stats(model)["bytes_read"])
+    return nvmeio.torch.remove_disk_offload(model)
+
+
 def loading() -> None:
     dataset = nvmeio.torch.ArrayDataset("rows.npy", "labels.npy")
     for features, labels in DataLoader(dataset, batch_size=4, num_workers=2):

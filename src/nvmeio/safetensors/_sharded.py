@@ -6,22 +6,21 @@ import json
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of, shown
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.units import size_of
 from nvmeio._files.folders import make_folders
-from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.paths import synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load
+from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._tensors.dtypes import torch_module
@@ -36,10 +35,6 @@ __all__ = ["load_sharded", "save_sharded"]
 DESCRIPTORS = 3
 # How many files are open at once for reading.
 FILES_MAX = 128
-# The limit of a header; an index has less about each tensor than a header.
-INDEX_BYTES_MAX = 100_000_000
-
-INDEX_NAME = f"model{INDEX_END}"
 
 
 def load_sharded(
@@ -120,7 +115,7 @@ def load_sharded(
     mapped = mapped_choice(mapped, direct, out)
     kind = framework_of(framework, device)
     rules = rules_of(kind, "mmap")
-    places = _places(os.fsdecode(path_of(folder_or_index)))
+    places = places_of(os.fsdecode(path_of(folder_or_index)))
     parts = dict(slices or {})
     if wanted is None:
         wanted = list(places)
@@ -135,7 +130,7 @@ def load_sharded(
     paths = list(by_file)
 
     def choose(path: str, file: ModelFile) -> list[Wanted]:
-        with _naming(path):
+        with naming_model(path):
             chosen = [selected(file, n, parts.get(n), kind, rules) for n in by_file[path]]
         # In the order of the file.
         return sorted(chosen, key=lambda each: each.tensor.begin)
@@ -144,7 +139,7 @@ def load_sharded(
         # They are not all open at once, so check all of them before any is read.
         total = 0
         for path in paths:
-            with _file_at(path, direct) as file:
+            with file_at(path, direct) as file:
                 total += sum(each.nbytes for each in choose(path, file))
     found: dict[str, Any] = {}
     before, report = 0, progress
@@ -152,7 +147,7 @@ def load_sharded(
         with ExitStack() as stack:
             chosen = []
             for path in paths[low : low + FILES_MAX]:
-                chosen += choose(path, stack.enter_context(_file_at(path, direct, mapped)))
+                chosen += choose(path, stack.enter_context(file_at(path, direct, mapped)))
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:
@@ -161,93 +156,6 @@ def load_sharded(
             found |= load(chosen, kind, out=out, progress=report)
             before += sum(each.nbytes for each in chosen)
     return found
-
-
-@contextlib.contextmanager
-def _file_at(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
-    with _naming(path):
-        file = ModelFile(path, direct, mapped)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Add the path to a SafetensorError."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise SafetensorError(f"{path}: {error}") from None
-
-
-def _places(path: str) -> dict[str, str]:
-    """Return the path of the file of each tensor of a model."""
-    if path.endswith(".safetensors"):
-        return _only(path)
-    if not os.path.isdir(path):
-        return _index(path)
-    entries = sorted(os.listdir(path))
-    indices = [name for name in entries if name.endswith(INDEX_END)]
-    if INDEX_NAME in indices:
-        indices = [INDEX_NAME]
-    if len(indices) == 1:
-        return _index(os.path.join(path, indices[0]))
-    files = [name for name in entries if name.endswith(".safetensors")]
-    if indices or len(files) != 1:
-        raise FileNotFoundError(
-            2,
-            f"a model is one {INDEX_NAME} or one file *.safetensors, but there are "
-            f"{len(indices)} and {len(files)}; pass the path of the index or file",
-            path,
-        )
-    return _only(os.path.join(path, files[0]))
-
-
-def _only(path: str) -> dict[str, str]:
-    """Return the path of each tensor of a model in a single file."""
-    with _file_at(path, False) as file:
-        return dict.fromkeys(file.layout.by_name, path)
-
-
-def _index(path: str) -> dict[str, str]:
-    """Read an index, and check that all its files are in its folder."""
-    with open(path, "rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES_MAX:
-            raise SafetensorError(
-                f"{path} is not the index of a model: it has {size} bytes, and "
-                f"{INDEX_BYTES_MAX} is the limit"
-            )
-        try:
-            places = parse_json(file.read())["weight_map"]
-            items = list(places.items())
-        except UnicodeDecodeError:
-            raise SafetensorError(
-                f"{path} is not the index of a model: it is not text"
-            ) from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SafetensorError(
-                f"{path} is not the index of a model: {error!r}"
-            ) from None
-    folder = os.path.dirname(path)
-    for name, place in items:
-        if not isinstance(place, str) or not _is_within(place):
-            raise SafetensorError(
-                f"{path} says that tensor {name} is in {place!r}; it must be a file in the "
-                "folder of the index"
-            )
-    return {name: os.path.join(folder, place) for name, place in items}
-
-
-def _is_within(place: str) -> bool:
-    """Return whether a relative path stays inside its folder."""
-    parts = place.split("/")
-    try:
-        os.fsencode(place)
-    except UnicodeEncodeError:
-        return False
-    return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
 
 
 def save_sharded(

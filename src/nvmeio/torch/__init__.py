@@ -25,6 +25,7 @@ from nvmeio.torch.data import (
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
+from nvmeio.torch.weights import disk_offload, disk_stats, remove_disk_offload
 
 __all__ = [
     "ArrayDataset",
@@ -35,10 +36,13 @@ __all__ = [
     "RecordDataset",
     "TarDataset",
     "TokenDataset",
+    "disk_offload",
+    "disk_stats",
     "empty",
     "empty_like",
     "load",
     "offload",
+    "remove_disk_offload",
     "save",
     "save_on_disk",
 ]

@@ -1,0 +1,104 @@
+"""Which file has which tensor of a model in one or several safetensors files."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from nvmeio._arguments.json_texts import parse_json
+from nvmeio._files.kinds import INDEX_END
+from nvmeio._safetensors.file import Direct, Mapped, ModelFile
+from nvmeio._tensors.errors import SafetensorError
+
+__all__ = ["INDEX_NAME", "file_at", "naming_model", "places_of"]
+
+# The limit of a header; an index has less about each tensor than a header.
+INDEX_BYTES_MAX = 100_000_000
+
+INDEX_NAME = f"model{INDEX_END}"
+
+
+@contextlib.contextmanager
+def file_at(path: str, direct: Direct, mapped: Mapped = False) -> Iterator[ModelFile]:
+    with naming_model(path):
+        file = ModelFile(path, direct, mapped)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+@contextlib.contextmanager
+def naming_model(path: str) -> Iterator[None]:
+    """Add the path to a SafetensorError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise SafetensorError(f"{path}: {error}") from None
+
+
+def places_of(path: str) -> dict[str, str]:
+    """Return the path of the file of each tensor of a model."""
+    if path.endswith(".safetensors"):
+        return _only(path)
+    if not os.path.isdir(path):
+        return _index(path)
+    entries = sorted(os.listdir(path))
+    indices = [name for name in entries if name.endswith(INDEX_END)]
+    if INDEX_NAME in indices:
+        indices = [INDEX_NAME]
+    if len(indices) == 1:
+        return _index(os.path.join(path, indices[0]))
+    files = [name for name in entries if name.endswith(".safetensors")]
+    if indices or len(files) != 1:
+        raise FileNotFoundError(
+            2,
+            f"a model is one {INDEX_NAME} or one file *.safetensors, but there are "
+            f"{len(indices)} and {len(files)}; pass the path of the index or file",
+            path,
+        )
+    return _only(os.path.join(path, files[0]))
+
+
+def _only(path: str) -> dict[str, str]:
+    """Return the path of each tensor of a model in a single file."""
+    with file_at(path, False) as file:
+        return dict.fromkeys(file.layout.by_name, path)
+
+
+def _index(path: str) -> dict[str, str]:
+    """Read an index, and check that all its files are in its folder."""
+    with open(path, "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES_MAX:
+            raise SafetensorError(
+                f"{path} is not the index of a model: it has {size} bytes, and "
+                f"{INDEX_BYTES_MAX} is the limit"
+            )
+        try:
+            places = parse_json(file.read())["weight_map"]
+            items = list(places.items())
+        except UnicodeDecodeError:
+            raise SafetensorError(
+                f"{path} is not the index of a model: it is not text"
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise SafetensorError(
+                f"{path} is not the index of a model: {error!r}"
+            ) from None
+    folder = os.path.dirname(path)
+    for name, place in items:
+        if not isinstance(place, str) or not _is_within(place):
+            raise SafetensorError(
+                f"{path} says that tensor {name} is in {place!r}; it must be a file in the "
+                "folder of the index"
+            )
+    return {name: os.path.join(folder, place) for name, place in items}
+
+
+def _is_within(place: str) -> bool:
+    """Return whether a relative path stays inside its folder."""
+    parts = place.split("/")
+    try:
+        os.fsencode(place)
+    except UnicodeEncodeError:
+        return False
+    return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)

@@ -1,0 +1,267 @@
+"""A parameter whose values are on a drive: what each operation of torch gets for it.
+
+Operations reach it below autograd, which therefore saves the parameter, or a view of it,
+and no values: the backward pass reads them again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvmeio.torch._weights.store import Store, Weight
+
+__all__ = ["DiskParameter"]
+
+aten = torch.ops.aten
+
+_REMEDY = "use nvmeio.torch.remove_disk_offload() first"
+
+
+class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
+    """A weight whose values are read from a drive when an operation needs them.
+
+    It has the shape, dtype and device of the weight.  It cannot be changed, nor trained.
+    """
+
+    _weight: Weight
+    _store: Store
+    # The operation that makes this from another one, its other arguments, and which of its
+    # results this is; None for the weight itself.
+    _made: tuple[Any, "DiskParameter", Sequence[Any], Mapping[str, Any], int | None] | None
+    # To torch, an instance is a torch.nn.Parameter.
+    _is_param = False
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def _new(
+        size: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+        weight: Weight,
+        store: Store,
+        made: Any,
+    ) -> "DiskParameter":
+        # As views of other tensors than those of inference, which are none themselves.
+        with torch.inference_mode(False):
+            found: DiskParameter = torch.Tensor._make_wrapper_subclass(
+                DiskParameter,
+                size,
+                strides=stride,
+                storage_offset=offset,
+                dtype=dtype,
+                device="cpu",
+            )
+        found._weight, found._store, found._made = weight, store, made
+        return found
+
+    @staticmethod
+    def of(weight: Weight, store: Store) -> "DiskParameter":
+        """Make the parameter of a weight."""
+        stride = torch.empty(weight.shape, device="meta").stride()
+        found = DiskParameter._new(
+            weight.shape, stride, 0, weight.dtype, weight, store, None
+        )
+        found._is_param = True
+        return found
+
+    def values(self, found: Mapping[Weight, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the values, from those that were found or from the drive.
+
+        They are in memory while they are held.
+        """
+        if self._made is None:
+            if found is None:
+                found = self._store.fetch([self._weight])
+            return found[self._weight]
+        function, source, arguments, options, index = self._made
+        made = function(source.values(found), *arguments, **options)
+        return made if index is None else made[index]
+
+    def _later(
+        self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        """Return the result of an operation on the values, which is made when needed."""
+        size, stride, offset = self.size(), self.stride(), self.storage_offset()
+        if function is aten.t.default:
+            return self._made_by(
+                (function, self, arguments, options, None),
+                (size[::-1], stride[::-1], offset, self.dtype),
+            )
+        if function is aten.detach.default:
+            return self._made_by(
+                (function, self, arguments, options, None),
+                (size, stride, offset, self.dtype),
+            )
+        whole = torch.empty(
+            offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),
+            dtype=self.dtype,
+            device="meta",
+        )
+        source = whole.as_strided(size, stride, offset)
+        there = {**options, "device": None} if "device" in options else options
+        made = function(source, *arguments, **there)
+        several = isinstance(made, (list, tuple))
+        found = [
+            self._made_by(
+                (function, self, arguments, options, index if several else None),
+                (each.size(), each.stride(), each.storage_offset(), each.dtype),
+            )
+            for index, each in enumerate(made if several else [made])
+        ]
+        return found if several else found[0]
+
+    def _made_by(self, made: Any, like: Any) -> "DiskParameter":
+        size, stride, offset, dtype = like
+        return DiskParameter._new(
+            size, stride, offset, dtype, self._weight, self._store, made
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        first = args[0] if args else None
+        traits = _TRAITS.get(func) or _Traits(func)
+        if traits.is_later and type(first) is cls and _stays_here(options):
+            return first._later(func, args[1:], options)
+        for position, name in traits.written:
+            target = args[position] if position < len(args) else options.get(name)
+            for each in target if isinstance(target, (list, tuple)) else [target]:
+                if type(each) is cls:
+                    each._refuse(f"changed by {func}")
+        found = _fetched([*args, *options.values()])
+        try:
+            return func(
+                *[_read(each, found) for each in args],
+                **{name: _read(each, found) for name, each in options.items()},
+            )
+        except BaseException as error:
+            # The traceback must not keep them in memory, nor must torch's part of it.
+            found.clear()
+            raise error.with_traceback(None)  # noqa: B904  # the same error
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"the weight {self._weight.name} is on a drive, and cannot be {what}; {_REMEDY}"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"DiskParameter({self._weight.name!r}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DiskParameter":
+        # It never changes.
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that cannot be written."""
+        found = self.values().numpy()
+        found.flags.writeable = False
+        return found
+
+    def tolist(self) -> Any:
+        """Return the values as lists."""
+        return self.values().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def data_ptr(self) -> int:
+        """Raise RuntimeError: the values have no address while nobody holds them."""
+        self._refuse("asked for its address")
+        raise AssertionError
+
+    def untyped_storage(self) -> Any:
+        """Raise RuntimeError: the values have no storage while nobody holds them."""
+        self._refuse("asked for its storage")
+
+    def share_memory_(self) -> Any:
+        """Raise RuntimeError: the values are not in memory."""
+        self._refuse("moved to shared memory")
+
+    def requires_grad_(self, requires_grad: bool = True) -> "DiskParameter":
+        """Return the parameter; raise RuntimeError if it should be trained."""
+        if requires_grad:
+            self._refuse("trained")
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: it cannot be trained."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def data(self) -> "DiskParameter":
+        """The parameter itself."""
+        return self
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if value is not self:
+            self._refuse("changed through .data")
+
+
+def _stays_here(options: Mapping[str, Any]) -> bool:
+    """Return whether a copy is to be on the processor, and needs nothing special."""
+    device = options.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _fetched(arguments: Sequence[Any]) -> dict[Weight, torch.Tensor]:
+    """Return the values of all weights among arguments, which are read together."""
+    stores: dict[Store, dict[Weight, None]] = {}
+    for value in arguments:
+        for each in value if type(value) in (list, tuple) else (value,):
+            if type(each) is DiskParameter:
+                stores.setdefault(each._store, {})[each._weight] = None
+    found: dict[Weight, torch.Tensor] = {}
+    for store, wanted in stores.items():
+        found |= store.fetch([*wanted])
+    return found
+
+
+def _read(value: Any, found: Mapping[Weight, torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind is DiskParameter:
+        return value.values(found)
+    if kind in (list, tuple) and any(type(each) is DiskParameter for each in value):
+        return kind(_read(each, found) for each in value)
+    return value
+
+
+# Of each operation that was called.
+_TRAITS: dict[Any, "_Traits"] = {}
+
+
+class _Traits:
+    """What an operation of torch does with its arguments."""
+
+    def __init__(self, function: Any) -> None:
+        arguments, returns = function._schema.arguments, function._schema.returns
+        # Those that it changes: their positions and names.
+        self.written = [
+            (position, argument.name)
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        # Whether its result can be made later: a view, or the same in another dtype.
+        self.is_later = function is aten._to_copy.default or (
+            not self.written
+            and len(returns) == 1
+            and returns[0].alias_info is not None
+            and arguments[0].alias_info is not None
+        )
+        _TRAITS[function] = self

@@ -1,0 +1,384 @@
+"""Compute with models whose weights stay on a drive."""
+
+import os
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._arguments.units import size_of
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.loading import look_up
+from nvmeio._safetensors.places import naming_model, places_of
+from nvmeio._tensors.dtypes import torch_dtype
+from nvmeio.torch._weights.store import Extent, Store, Weight
+from nvmeio.torch._weights.tensor import DiskParameter
+
+__all__ = ["disk_offload", "disk_stats", "remove_disk_offload"]
+
+# Modules that pass the weights of the modules within to one operation.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+# Where a model keeps what disk_offload() has done to it.
+_ATTRIBUTE = "_nvmeio_disk_offload"
+
+
+def disk_offload(
+    model: nn.Module,
+    checkpoint: Path,
+    *,
+    memory: int | str,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Leave the weights of a model on the drive, and read them when they are used.
+
+    The counterpart of ``accelerate.disk_offload``.  The weights come from the model's own
+    files, which are not changed; nothing is written.  They are read ahead in the order in
+    which they were used before, and stay in memory as far as `memory` allows.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model, on the CPU or on the meta device.  It is changed: each parameter that the
+        checkpoint has becomes one that is on the drive, and cannot be trained.
+    checkpoint : str, bytes or os.PathLike
+        A safetensors file, an index of several, or a folder with one of these.  Its names
+        are those of ``model.state_dict()``.
+    memory : int or str
+        The limit in bytes for weights in memory, such as "4GiB".  The least is what the
+        largest layer needs and the largest weight, which is read ahead of it.
+    dtype : torch.dtype, optional
+        The dtype of floating-point weights; by default as stored.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model.
+
+    Raises
+    ------
+    SafetensorError
+        The checkpoint is invalid.  From a forward or backward pass: it was changed since.
+    OSError
+        The checkpoint cannot be opened.  From a forward or backward pass: a weight cannot
+        be read; has errno and path.
+    RuntimeError
+        From a forward or backward pass: the program holds weights, or views of them, for
+        which `memory` has no room.  From whatever would change a weight, as
+        ``load_state_dict``, ``to``, ``half`` or an optimizer.
+    TypeError, ValueError
+        An argument is of the wrong type; `memory` is less than the least; a parameter or
+        buffer is on the meta device and not in the checkpoint, or has another shape there;
+        or the model is on a drive already.  Nothing was changed.
+
+    See Also
+    --------
+    remove_disk_offload : Bring the weights to memory.
+    disk_stats : What was read.
+
+    Notes
+    -----
+    Results are the same to the bit as with weights in memory at addresses that are
+    multiples of 64, as torch allocates them, and so are gradients of inputs, adapters and
+    other parameters.  Buffers, and parameters that the checkpoint lacks, stay in memory.
+
+    Between operations a parameter has its shape, dtype and device, and no values.
+    ``model.state_dict()`` has these parameters too; ``torch.save`` reads them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nvmeio.safetensors.torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 10))
+    >>> nvmeio.safetensors.torch.save_file(model.state_dict(), "model.safetensors")
+    >>> expected = model(torch.ones(2, 100))
+    >>> model = nvmeio.torch.disk_offload(model, "model.safetensors", memory="1MiB")
+    >>> torch.equal(model(torch.ones(2, 100)), expected)
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; it must be a Module")
+    limit = size_of("memory", memory, 0)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be a dtype of torch, or None")
+    if any(hasattr(each, _ATTRIBUTE) for each in model.modules()):
+        raise ValueError("the weights of this model are on a drive already")
+    source = _Checkpoint(os.fsdecode(path_of(checkpoint)), dtype)
+    try:
+        offload = _Offload(model, source, limit)
+        offload.begin()
+    except BaseException:
+        source.close()
+        raise
+    return model
+
+
+def remove_disk_offload(model: nn.Module) -> nn.Module:
+    """Bring the weights of a model to memory, as ordinary parameters.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model that ``disk_offload`` returned.
+
+    Returns
+    -------
+    torch.nn.Module
+        The same model; its parameters do not require gradients.
+
+    Raises
+    ------
+    OSError, SafetensorError
+        A weight cannot be read; the model is as it was.
+    ValueError
+        The weights of the model are not on a drive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nvmeio.safetensors.torch
+    >>> model = torch.nn.Linear(10, 10)
+    >>> nvmeio.safetensors.torch.save_file(model.state_dict(), "model.safetensors")
+    >>> nvmeio.torch.disk_offload(model, "model.safetensors", memory="1MiB").weight
+    DiskParameter('weight', shape=(10, 10), dtype=torch.float32)
+    >>> nvmeio.torch.remove_disk_offload(model).weight.shape
+    torch.Size([10, 10])
+    """
+    _offload_of(model).end(model)
+    return model
+
+
+def disk_stats(model: nn.Module) -> dict[str, int]:
+    """Return what was read of the weights of a model on a drive.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model that ``disk_offload`` returned.
+
+    Returns
+    -------
+    dict of str to int
+        ``bytes_total``, of all weights; ``bytes_limit``, the argument `memory`;
+        ``bytes_used``, of weights in memory now, and ``bytes_peak``, the most so far;
+        ``bytes_read``; ``hits``, uses of weights that were in memory; and ``waits``, uses
+        that had to wait for the drive.
+
+    Raises
+    ------
+    ValueError
+        The weights of the model are not on a drive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nvmeio.safetensors.torch
+    >>> model = torch.nn.Linear(10, 10)
+    >>> nvmeio.safetensors.torch.save_file(model.state_dict(), "model.safetensors")
+    >>> model = nvmeio.torch.disk_offload(model, "model.safetensors", memory="1MiB")
+    >>> nvmeio.torch.disk_stats(model)["bytes_total"]
+    440
+    """
+    return _offload_of(model).store.stats()
+
+
+def _offload_of(model: nn.Module) -> "_Offload":
+    found = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(found, _Offload):
+        raise ValueError(
+            "the weights of this model are not on a drive; pass the module that "
+            "disk_offload() returned"
+        )
+    return found
+
+
+class _Checkpoint:
+    """The open files of a checkpoint, and the weights in them."""
+
+    def __init__(self, path: str, dtype: torch.dtype | None) -> None:
+        self.path, self.dtype = path, dtype
+        self.places = places_of(path)
+        self.files: dict[str, ModelFile] = {}
+        try:
+            for place in sorted(set(self.places.values())):
+                with naming_model(place):
+                    self.files[place] = ModelFile(place)
+        except BaseException:
+            self.close()
+            raise
+
+    def weight(self, name: str) -> Weight:
+        place = self.places[name]
+        file = self.files[place]
+        with naming_model(place):
+            _, kind, shape, begin, end = look_up(file, name)
+            stored = torch_dtype(kind)
+        converts = self.dtype is not None and stored.is_floating_point
+        extent = Extent(file, file.offset(begin), end - begin, 0)
+        return Weight(name, shape, stored, self.dtype if converts else stored, [extent])
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield the parameters or buffers of all modules, also those that are tied."""
+    for prefix, module in model.named_modules():
+        for name, value in getattr(module, kind).items():
+            if value is not None:
+                yield f"{prefix}.{name}" if prefix else name, module, name, value
+
+
+class _Offload:
+    """A model whose weights are on a drive, and where its parameters are in its modules."""
+
+    def __init__(self, model: nn.Module, source: _Checkpoint, limit: int) -> None:
+        self.model, self.source = model, source
+        self.weights: dict[int, Weight] = {}  # by the identity of the parameter before
+        self.slots: list[tuple[nn.Module, str, Weight]] = []
+        self.buffers: list[tuple[nn.Module, str, Weight]] = []
+        self._find_weights()
+        calls = self._calls()
+        used = list({weight: None for _, _, weight in self.slots})
+        self.store = Store(used, calls, limit)
+        # The parameters keep the store, and that the files.
+        weakref.finalize(self.store, source.close).atexit = False
+
+    def _find_weights(self) -> None:
+        missing = []
+        for name, _, _, value in _named(self.model, "_parameters"):
+            if name in self.source.places and id(value) not in self.weights:
+                self.weights[id(value)] = self._checked(name, value)
+        for name, module, slot, value in _named(self.model, "_parameters"):
+            weight = self.weights.get(id(value))
+            if weight is not None:
+                self.slots.append((module, slot, weight))
+            elif value.is_meta:
+                missing.append(name)
+        for name, module, slot, value in _named(self.model, "_buffers"):
+            if name in self.source.places:
+                self.buffers.append((module, slot, self._checked(name, value)))
+            elif value.is_meta:
+                missing.append(name)
+        if missing:
+            some = ", ".join(missing[:5])
+            some += f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ValueError(
+                f"{self.source.path} lacks {some}, which the model has on the meta device"
+            )
+        if not self.slots:
+            raise ValueError(f"{self.source.path} has no parameter of the model")
+
+    def _checked(self, name: str, value: torch.Tensor) -> Weight:
+        weight = self.source.weight(name)
+        if weight.shape != value.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(weight.shape)} in {self.source.path}, and "
+                f"{tuple(value.shape)} in the model"
+            )
+        if value.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{name} is on {value.device}; it must be on the CPU or meta")
+        return weight
+
+    def _calls(self) -> list[list[Weight]]:
+        """Return which weights are passed to one operation, at most."""
+        calls = []
+        for module in self.model.modules():
+            own = module.modules() if isinstance(module, _WHOLE) else [module]
+            calls.append(
+                [
+                    self.weights[id(value)]
+                    for each in own
+                    for value in each._parameters.values()
+                    if id(value) in self.weights
+                ]
+            )
+        return calls
+
+    def begin(self) -> None:
+        """Read the buffers, and then replace the parameters, which does not fail."""
+        buffers = [_read_now(weight) for *_, weight in self.buffers]
+        made = {weight: DiskParameter.of(weight, self.store) for *_, weight in self.slots}
+        for module, slot, weight in self.slots:
+            module._parameters[slot] = made[weight]
+        for (module, slot, _), value in zip(self.buffers, buffers, strict=True):
+            module._buffers[slot] = value
+        _refresh(self.model)
+        for module in self.model.modules():
+            if any(type(each) is DiskParameter for each in module.parameters()):
+                module._apply = types.MethodType(_apply, module)
+                module.register_load_state_dict_pre_hook(_refuse_load)
+        setattr(self.model, _ATTRIBUTE, self)
+
+    def end(self, model: nn.Module) -> None:
+        """Read all weights into parameters of their own, in a model or in its copy."""
+        made: dict[int, nn.Parameter] = {}
+        slots = []
+        for _, module, slot, value in _named(model, "_parameters"):
+            if type(value) is DiskParameter:
+                if id(value) not in made:
+                    made[id(value)] = nn.Parameter(value.clone(), requires_grad=False)
+                slots.append((module, slot, made[id(value)]))
+        for module, slot, value in slots:
+            module._parameters[slot] = value
+        _refresh(model)
+        for module in model.modules():
+            vars(module).pop("_apply", None)
+            _unhook(module)
+        delattr(model, _ATTRIBUTE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offload":
+        # A copy of the model has the same weights.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model whose weights are on a drive cannot be pickled; save what "
+            "state_dict() returns"
+        )
+
+
+def _unhook(module: nn.Module) -> None:
+    """Remove the hook of begin() from a module."""
+    hooks = module._load_state_dict_pre_hooks
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "hook", None) is _refuse_load:
+            del hooks[key]
+
+
+def _read_now(weight: Weight) -> torch.Tensor:
+    """Read a buffer."""
+    store = Store([weight], [], weight.room)
+    return store.fetch([weight])[weight].clone()
+
+
+def _refresh(model: nn.Module) -> None:
+    """Let recurrent modules, which have a list of their own, use the new parameters."""
+    for module in model.modules():
+        names = getattr(module, "_flat_weights_names", None)
+        if isinstance(module, nn.RNNBase) and names:
+            module._flat_weights = [getattr(module, name, None) for name in names]
+
+
+def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """Refuse ``to``, ``half`` and the like, before any weight or buffer is changed."""
+    for parameter in self.parameters():
+        if type(parameter) is DiskParameter:
+            made = fn(parameter)
+            if (made.dtype, made.device) != (parameter.dtype, parameter.device):
+                kept = f"{parameter.dtype} on {parameter.device}"
+                parameter._refuse(f"converted from {kept} to {made.dtype} on {made.device}")
+    found: nn.Module = type(self)._apply(self, fn, recurse)
+    return found
+
+
+def _refuse_load(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if type(parameter) is DiskParameter and prefix + name in state:
+            parameter._refuse("loaded")

@@ -1,0 +1,595 @@
+"""Models whose weights are on a drive: the same results, in bounded memory."""
+
+import copy
+import errno
+import gc
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nvmeio.safetensors.torch as st
+import nvmeio.torch
+from helpers import descriptors_below
+from nvmeio.safetensors import SafetensorError
+from nvmeio.torch._weights.order import Order
+
+WIDTH = 64
+KIB = 1024
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also that of the last layer, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH).eval()
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        ids = (x.detach().abs().sum(-1) * 7).long() % 50
+        return self.head(self.norm(self.embed(ids) + x))
+
+
+class Reading(nn.Module):
+    """Uses weights without calling their modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x.to(self.second.weight.dtype) @ self.first.weight.T[:, : WIDTH // 2]
+        scale = self.second.weight[3:5].abs().mean() + self.first.bias.max()
+        return torch.addmm(self.second.bias[:5], x, self.second.weight[:5, ::2].t()) * scale
+
+
+class Function(torch.autograd.Function):
+    """Keeps a weight as an attribute."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight.t(), None
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return Function.apply(x, self.weight)
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, 0.0, batch_first=True)
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(
+        *(each for _ in range(6) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    ),
+    "tied": Tied,
+    "reading": Reading,
+    "own function": Own,
+    "encoder": lambda: nn.Sequential(encoder(), encoder(), encoder()),
+    "norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.LayerNorm(WIDTH)
+    ),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 16)), nn.Conv1d(4, 8, 3), nn.ConvTranspose1d(8, 4, 3)
+    ),
+    "recurrent": lambda: nn.ModuleList([nn.LSTM(WIDTH, 32, 2)]),
+}
+
+
+def call(model, x):
+    found = model[0](x) if isinstance(model, nn.ModuleList) else model(x)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def made(name, folder, dtype=torch.float32):
+    """Make a model, save it, and return it with the path and an input."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype).requires_grad_(False).eval()
+    path = folder / "model.safetensors"
+    st.save_model(model, path)
+    x = torch.randn(12, WIDTH, dtype=dtype)
+    if name == "encoder":
+        x = x.view(2, 6, WIDTH)
+    return model, path, x
+
+
+def least(model, path, **options):
+    with pytest.raises(ValueError, match=r"must be \d+ bytes") as caught:
+        nvmeio.torch.disk_offload(model, path, memory=0, **options)
+    return int(str(caught.value).split("must be ")[1].split()[0])
+
+
+def results(model, x):
+    """Return the output and the gradient of the input."""
+    x = x.clone().requires_grad_()
+    found = call(model, x)
+    found.float().square().sum().backward()
+    return found.detach(), x.grad
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_the_same_to_the_bit(tmp_path, monkeypatch, name, dtype, share):
+    """Outputs, and gradients through the weights, with any amount of memory."""
+    # Torch's own bfloat16 kernels of oneDNN may use instructions that a machine lacks.
+    if dtype == torch.bfloat16 and name == "recurrent":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    model, path, x = made(name, tmp_path, dtype)
+    expected = results(model, x)
+    with torch.no_grad():
+        alone = call(model, x)
+    low = least(model, path)
+    total = sum(each.nbytes for each in model.parameters())
+    memory = max(low, int(low + share * total))
+    assert nvmeio.torch.disk_offload(model, path, memory=memory) is model
+    for _ in range(3):
+        assert_equal(results(model, x), expected)
+        with torch.no_grad():
+            assert torch.equal(call(model, x), alone)
+        with torch.inference_mode():
+            assert torch.equal(call(model, x), alone)
+    stats = nvmeio.torch.disk_stats(model)
+    assert stats["bytes_peak"] <= memory
+    assert stats["bytes_total"] == total
+    if share == 1:
+        assert stats["bytes_read"] == total
+    elif share == 0 and total > 2 * low:
+        assert stats["bytes_read"] > total
+    nvmeio.torch.remove_disk_offload(model)
+    assert_equal(results(model, x), expected)
+    assert all(type(each) is nn.Parameter for each in model.parameters())
+
+
+def test_a_model_without_memory_is_used(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    with torch.device("meta"):
+        empty = MODELS["linear"]()
+    nvmeio.torch.disk_offload(empty, path, memory="1MiB")
+    assert_equal(results(empty, x), results(model, x))
+
+
+def test_the_checkpoint_may_have_several_files(tmp_path):
+    model, _, x = made("encoder", tmp_path)
+    nvmeio.safetensors.save_sharded(model.state_dict(), tmp_path / "folder", 40 * KIB)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, tmp_path / "folder", memory="1MiB")
+    assert_equal(results(model, x), expected)
+    assert len(descriptors_below(tmp_path)) > 1
+    del model
+    gc.collect()
+    assert descriptors_below(tmp_path) == []
+
+
+def test_weights_are_converted(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    expected = results(copy.deepcopy(model).to(torch.bfloat16), x.bfloat16())
+    low = least(model, path, dtype=torch.bfloat16)
+    nvmeio.torch.disk_offload(model, path, memory=low, dtype=torch.bfloat16)
+    assert_equal(results(model, x.bfloat16()), expected)
+    assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= low
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small one that is trained, as in LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.base(x) + self.up(self.down(x)))
+
+
+class Adapters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(5))
+        self.again = self.calls = 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = (
+                checkpoint(self.one, layer, x, use_reentrant=False)
+                if self.again
+                else layer(x)
+            )
+        return x
+
+    def one(self, layer, x):
+        self.calls += 1
+        return layer(x)
+
+
+def trained(model, x, context):
+    """Train for ten steps; return all gradients."""
+    weights = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(weights)
+    found = []
+    for _ in range(10):
+        with context():
+            loss = model(x).float().square().mean()
+        loss.backward()
+        found += [each.grad for each in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+CONTEXTS = {
+    "plain": lambda folder: torch.enable_grad,
+    "save_on_disk": lambda folder: (
+        lambda: nvmeio.torch.save_on_disk(folder, min_bytes=0, memory=0)
+    ),
+    "save_on_cpu": lambda folder: torch.autograd.graph.save_on_cpu,
+    "autocast": lambda folder: lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "checkpoint"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_adapters_are_trained_as_with_weights_in_memory(
+    tmp_path, monkeypatch, context, again
+):
+    """Autograd keeps no weights, and other hooks keep what they kept."""
+    if context == "autocast":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    torch.manual_seed(0)
+    model = Adapters()
+    model.again = again
+    base = {name: each for name, each in model.state_dict().items() if ".base." in name}
+    st.save_file(base, tmp_path / "base.safetensors")
+    for layer in model.layers:
+        layer.base.requires_grad_(False)
+    other, x = copy.deepcopy(model), torch.randn(8, WIDTH)
+    enter = CONTEXTS[context](tmp_path)
+    expected = trained(other, x, enter)
+    low = least(model, tmp_path / "base.safetensors")
+    nvmeio.torch.disk_offload(model, tmp_path / "base.safetensors", memory=low)
+    assert_equal(trained(model, x, enter), expected)
+    assert model.calls == other.calls
+    assert (
+        nvmeio.torch.disk_stats(model)["bytes_peak"]
+        <= low
+        < 3 * base["layers.0.base.weight"].nbytes
+    )
+
+
+def test_second_derivatives_are_the_same(tmp_path):
+    model, path, x = made("linear", tmp_path)
+
+    def second(model):
+        start = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(start).pow(3).sum(), start, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), start)
+
+    expected = second(model)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    assert_equal(second(model), expected)
+
+
+WRITES = {
+    "to": (lambda model, state: model.to(torch.float64), "converted"),
+    "half": (lambda model, state: model.half(), "converted"),
+    "half of a part": (lambda model, state: model.embed.half(), "converted"),
+    "to meta": (lambda model, state: model.to("meta"), "converted"),
+    "load": (lambda model, state: model.load_state_dict(state), "loaded"),
+    "assign": (lambda model, state: model.load_state_dict(state, assign=True), "loaded"),
+    "load a part": (
+        lambda model, state: model.head.load_state_dict({"weight": torch.ones(50, WIDTH)}),
+        "loaded",
+    ),
+    "init": (lambda model, state: nn.init.normal_(model.head.weight), "changed by"),
+    "reset": (lambda model, state: model.head.reset_parameters(), "changed by"),
+    "item": (lambda model, state: model.head.weight.__setitem__(0, 1), "changed by"),
+    "view": (lambda model, state: model.head.weight[1:3].zero_(), "changed by"),
+    "transposed": (lambda model, state: model.head.weight.t().add_(1), "changed by"),
+    "detached": (lambda model, state: model.head.weight.detach().add_(1), "changed by"),
+    "data": (lambda model, state: model.head.weight.data.mul_(2), "changed by"),
+    "set data": (
+        lambda model, state: setattr(model.head.weight, "data", torch.ones(50, WIDTH)),
+        "changed through .data",
+    ),
+    "out": (
+        lambda model, state: torch.add(
+            torch.ones(50, WIDTH), 1, out=model.head.weight.detach()
+        ),
+        "changed by",
+    ),
+    "part": (lambda model, state: model.head.weight.unfold(0, 2, 2).add_(1), "changed by"),
+    "split": (lambda model, state: model.head.weight.split(5)[1].add_(1), "changed by"),
+    "unbound": (lambda model, state: model.head.weight.unbind()[1].add_(1), "changed by"),
+    "foreach": (lambda model, state: torch._foreach_add_([model.head.weight], 1), "by"),
+    "train": (lambda model, state: model.requires_grad_(True), "trained"),
+    "train one": (lambda model, state: model.head.weight.requires_grad_(), "trained"),
+    "share": (lambda model, state: model.share_memory(), "shared memory"),
+    "address": (lambda model, state: model.head.weight.data_ptr(), "address"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_changes_are_refused_before_anything_is_changed(tmp_path, write):
+    model, path, x = made("tied", tmp_path)
+    expected, buffers = results(model, x), copy.deepcopy(list(model.buffers()))
+    state = {name: each + 1 for name, each in model.state_dict().items()}
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    change, words = WRITES[write]
+    with pytest.raises(
+        RuntimeError, match=f"on a drive, and cannot be .*{words}"
+    ) as caught:
+        change(model, state)
+    assert "remove_disk_offload" in str(caught.value)
+    assert_equal(model.buffers(), buffers)
+    assert_equal(results(model, x), expected)
+
+
+def test_between_calls_a_parameter_says_what_it_is(tmp_path):
+    model, path, _ = made("tied", tmp_path)
+    weight = model.head.weight.clone()
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    found = model.head.weight
+    assert isinstance(found, nn.Parameter)
+    assert found is model.embed.weight
+    assert (found.shape, found.dtype, found.device) == (
+        weight.shape,
+        weight.dtype,
+        weight.device,
+    )
+    assert (found.stride(), found.nbytes, found.requires_grad) == (
+        weight.stride(),
+        weight.nbytes,
+        False,
+    )
+    assert nvmeio.torch.disk_stats(model)["bytes_read"] == 0
+    assert repr(found) == (
+        "DiskParameter('embed.weight', shape=(50, 64), dtype=torch.float32)"
+    )
+    assert sorted(model.state_dict()) == sorted(made("tied", tmp_path)[0].state_dict())
+    assert found.tolist() == weight.tolist()
+    assert not found.numpy().flags.writeable
+    parts = found.chunk(4, 1)
+    assert_equal([each.clone() for each in parts], weight.chunk(4, 1))
+    assert torch.equal(torch.from_numpy(found.numpy().copy()), weight)
+    # As torch.save and a queue send it.
+    assert torch.equal(pickle.loads(pickle.dumps(found)), weight)
+    assert model.to("cpu") is model
+    assert model.float() is model
+
+
+def test_a_copy_has_the_same_weights(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    other = copy.deepcopy(model)
+    nvmeio.torch.remove_disk_offload(model)
+    assert_equal(results(other, x), expected)
+    with pytest.raises(RuntimeError, match="converted"):
+        other.half()
+    assert model.half()[0].weight.dtype == torch.float16
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(other)
+
+
+def test_what_the_program_holds_is_named_when_memory_is_short(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    held = [model[0].weight.numpy(), model[2].weight.numpy()]
+    expected = [each.copy() for each in held]
+    with pytest.raises(
+        RuntimeError, match=r"the program holds 0\.weight, 2\.weight; release"
+    ):
+        model(x)
+    # They were not overwritten.
+    for one, other in zip(held, expected, strict=True):
+        assert np.array_equal(one, other)
+    del one
+    held.clear()
+    model(x)
+
+
+REFUSED = {
+    "no module": ({"model": 3}, TypeError, "model is of type int; it must be a Module"),
+    "dtype": ({"dtype": "float"}, TypeError, "dtype is 'float'; it must be a dtype"),
+    "memory": ({"memory": "much"}, ValueError, "memory is 'much'"),
+    "another model": ({"model": nn.Linear(3, 3)}, ValueError, "has no parameter of the"),
+    "missing": (
+        {"model": nn.Sequential(nn.Linear(64, 64), nn.Bilinear(3, 3, 3, device="meta"))},
+        ValueError,
+        r"lacks 1\.weight, 1\.bias, which the model has on the meta device",
+    ),
+    "shape": (
+        {"model": nn.Sequential(nn.Linear(64, 65))},
+        ValueError,
+        r"0\.weight has the shape \(64, 64\) in .*, and \(65, 64\) in the model",
+    ),
+    "file": ({"checkpoint": "none.safetensors"}, FileNotFoundError, "none"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_bad_arguments_are_refused(tmp_path, kind):
+    model, path, x = made("linear", tmp_path)
+    change, error, words = REFUSED[kind]
+    arguments = {"model": model, "checkpoint": path, "memory": "1MiB", **change}
+    with pytest.raises(error, match=words):
+        nvmeio.torch.disk_offload(**arguments)
+    assert descriptors_below(tmp_path) == []
+    model(x)
+
+
+def test_a_model_is_offloaded_once(tmp_path):
+    model, path, _ = made("linear", tmp_path)
+    with pytest.raises(ValueError, match="are not on a drive"):
+        nvmeio.torch.disk_stats(model)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    with pytest.raises(ValueError, match="are on a drive already"):
+        nvmeio.torch.disk_offload(nn.Sequential(model), path, memory="1MiB")
+
+
+@pytest.mark.parametrize("change", ["cut", "rewritten", "unreadable"])
+def test_a_file_that_changes_gives_an_error_and_no_results(tmp_path, monkeypatch, change):
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    results(model, x)
+    content, before = path.read_bytes(), os.stat(path)
+    if change == "cut":
+        os.truncate(path, len(content) // 2)
+        errors, words = (OSError, SafetensorError), "weight .* cannot be read"
+    elif change == "rewritten":
+        path.write_bytes(content[:-8] + bytes(8))
+        errors, words = SafetensorError, "has changed while it was read"
+    else:
+        handle = model[0].weight._store._handle
+
+        def failing(items):
+            (memory, file, _), *_ = items
+            return handle.submit_read(memory, file, 1 << 40)
+
+        class Handle:
+            submit_read_many = staticmethod(failing)
+
+        monkeypatch.setattr(model[0].weight._store, "_handle", Handle)
+        errors, words = OSError, "weight .* cannot be read"
+    with pytest.raises(errors, match=words) as caught:
+        [results(model, x) for _ in range(3)]
+    if change == "unreadable":
+        assert caught.value.errno == errno.ENODATA
+        assert str(path) in str(caught.value)
+        monkeypatch.undo()
+    else:
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # The model is usable again.
+    assert_equal(results(model, x), expected)
+
+
+def test_ctrl_c_leaves_the_model_usable(tmp_path, monkeypatch):
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    store = model[0].weight._store
+    calls = []
+
+    def interrupted(weight, reading):
+        calls.append(weight)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return type(store)._land(store, weight, reading)
+
+    monkeypatch.setattr(store, "_land", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        results(model, x)
+    monkeypatch.undo()
+    # Also while the traceback is kept, as by the interactive Python.
+    assert_equal(results(model, x), expected)
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        model[0](x[:, 1:])
+    assert_equal(results(model, x), expected)
+    assert caught.value
+
+
+def test_threads_use_a_model_at_the_same_time(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    low = least(model, path)
+    nvmeio.torch.disk_offload(model, path, memory=3 * low)
+    wrong = []
+
+    def run():
+        try:
+            for _ in range(20):
+                assert_equal(results(model, x), expected)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+    assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= 3 * low
+
+
+def test_a_forked_child_refuses(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            model(x)
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert b"0.bias is on a drive, and a forked child cannot read it" in pipe.read()
+
+
+def test_functional_call_uses_the_weights(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    expected = model(x)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    found = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    assert torch.equal(found, expected)
+
+
+class TestOrder:
+    def expected(self, uses, before=range(5)):
+        order = Order(before)
+        for number in uses:
+            order.use(number)
+        return order, list(order.expected())
+
+    def test_a_pass_is_expected_again(self):
+        assert self.expected([])[1] == [0, 1, 2, 3, 4]
+        assert self.expected([0, 1])[1][:4] == [2, 3, 4, 0]
+        assert self.expected([0, 1, 2, 3, 4] * 2 + [0])[1] == [1, 2, 3, 4, 0]
+
+    def test_a_backward_pass_is_expected_in_reverse(self):
+        step = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+        order, found = self.expected(step * 3 + [0, 1, 2])
+        assert found[:6] == [3, 4, 3, 2, 1, 0]
+        assert [order.distance(each) for each in (3, 4, 2, 0)] == [0, 1, 3, 5]
+        assert next(order.farthest()) == 0
+
+    def test_the_next_use_is_the_first_one_that_is_expected(self):
+        order, found = self.expected([0, 1, 0, 2, 0, 3] * 3)
+        assert found[:3] == [0, 1, 0]
+        assert list(order.farthest()) == [3, 2, 1, 0]
+        assert order.distance(4) is None
+
+    def test_old_uses_are_forgotten(self):
+        order, found = self.expected(list(range(5)) * 5000)
+        assert found == [0, 1, 2, 3, 4]
+        assert len(order._uses) <= 4200
