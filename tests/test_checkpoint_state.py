@@ -6,6 +6,7 @@ import copy
 import datetime as dt
 import json
 import math
+import struct
 
 import crc32c
 import numpy as np
@@ -853,3 +854,99 @@ def test_a_tree_that_is_too_deep_is_damage(checkpointer):
         with pytest.raises(CheckpointError, match=r"tree\.json"):
             checkpointer.restore(1)
         checkpointer.save(1, {"x": 1})
+
+
+def channels_last(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_complex_tensor_has_an_address_that_torch_can_use(checkpointer, into, ordered):
+    """Its numbers are stored as pairs of 8 bytes, and may begin at any of these."""
+    wanted = channels_last(2, 3, 4, 4, dtype=torch.complex128)
+    state = {"a": torch.ones(1, dtype=torch.float64), "z": wanted if ordered else wanted[0]}
+    checkpointer.save(1, state)
+    target = {name: torch.zeros_like(each) for name, each in state.items()}
+    found = checkpointer.restore(into=target if into else None)["z"]
+    assert found.data_ptr() % 16 == 0
+    # Instructions that need aligned addresses end the process elsewhere.
+    assert torch.equal(found.clone(), state["z"])
+
+
+def strided_array(*shape):
+    return np.zeros((*shape[:-1], 2 * shape[-1]))[..., ::2]
+
+
+TARGETS = {
+    "channels_last": (
+        lambda w: {"w": w, "flat": w.view(-1)},
+        lambda: {"w": channels_last(2, 3, 2, 2), "flat": torch.zeros(24)},
+    ),
+    "permuted": (
+        lambda w: {"w": w.view(4, 6), "part": w.view(-1)[3:]},
+        lambda: {"w": torch.zeros(6, 4).T, "part": torch.zeros(21)},
+    ),
+    "arrays": (
+        lambda w: {"w": w.double().view(24).numpy(), "part": None},
+        lambda: {"w": strided_array(24), "part": np.zeros(20)},
+    ),
+    "both libraries": (
+        lambda w: {"w": w.view(24), "array": w.view(24).numpy()},
+        lambda: {"w": torch.zeros(48)[::2], "array": np.zeros(24, np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_views_are_right_whatever_the_strides_of_the_targets_are(checkpointer, kind):
+    make, targets = TARGETS[kind]
+    state, into = make(torch.arange(24.0).view(2, 3, 2, 2)), targets()
+    if kind == "arrays":
+        state["part"] = state["w"][4:]
+    checkpointer.save(1, state)
+    found = checkpointer.restore(into=into)
+    for name, each in state.items():
+        assert np.array_equal(np.asarray(found[name]), np.asarray(each))
+        assert found[name] is into[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.complex128])
+def test_strides_and_shared_memory_of_one_channel_are_kept(checkpointer, dtype):
+    w = channels_last(8, 1, 3, 3, dtype=dtype)
+    for state in ({"w": w, "tied": w}, {"part": w[:4], "w": w}):
+        checkpointer.save(1, state)
+        found = checkpointer.restore()
+        other = "tied" if "tied" in state else "part"
+        assert found["w"].stride() == w.stride()
+        assert found["w"].data_ptr() == found[other].data_ptr()
+        alone = checkpointer.restore(names=[other])[other]
+        assert (alone.stride(), same(alone, state[other])) == (state[other].stride(), True)
+
+
+def test_another_default_device_changes_nothing(checkpointer):
+    state = {"w": channels_last(2, 3, 4, 4), "a": torch.ones(3)}
+    checkpointer.save(1, state)
+    with torch.device("meta"):
+        found = checkpointer.restore()
+    assert found["w"].stride() == state["w"].stride()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_numbers_and_texts_keep_their_bits(checkpointer):
+    def bits(value):
+        parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+        return [struct.pack("<d", each).hex() for each in parts]
+
+    odd = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
+    numbers = [math.nan, -math.nan, odd, math.inf, -0.0, complex(-math.nan, odd)]
+    texts = [np.str_("a\0"), np.bytes_(b"a\0\0"), np.bytes_(b""), np.str_("\0")]
+    checkpointer.save(1, {"numbers": numbers, "texts": texts})
+    found = checkpointer.restore()
+    assert list(map(bits, found["numbers"])) == list(map(bits, numbers))
+    for one, other in zip(found["texts"], texts, strict=True):
+        assert (type(one), one.tobytes(), len(one)) == (
+            type(other),
+            other.tobytes(),
+            len(other),
+        )

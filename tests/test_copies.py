@@ -1,18 +1,24 @@
 """Checkpointers beside strangers' folders, other writers, and damaged or far copies."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 
 from children import Child
+from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
-from nvmeio.checkpoint import Checkpointer, CheckpointError, drain
+from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
+from nvmeio.checkpoint._draining import Drain
+from nvmeio.checkpoint._futures import DRAINING
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
 
@@ -687,3 +693,195 @@ def test_a_huge_object_that_names_the_newest_is_not_read_whole(tmp_path, monkeyp
     found = Checkpointer(tmp_path / "new", drain_to="shelf://bucket/run")
     assert found.latest() == 1
     assert sum(nbytes) < 12 << 20
+
+
+def pruned_between(reader, writer, monkeypatch):
+    """Let a writer replace all steps once, after the reader has listed them."""
+    listed = reader._steps.copies.steps
+
+    def steps():
+        found = listed()
+        if writer is not None and not replaced:
+            replaced.append(True)
+            writer.save(9, {"w": np.full(5000, 9)})
+            writer.drained.result()
+            writer.prune()
+            writer._copies.wait()
+        return found
+
+    replaced = []
+    monkeypatch.setattr(reader._steps.copies, "steps", steps)
+
+
+@pytest.mark.parametrize("call", ["restore", "latest", "steps", "metadata", "agreed_step"])
+def test_copies_that_are_replaced_while_they_are_listed_are_found(
+    tmp_path, far, shelf, monkeypatch, call
+):
+    save(tmp_path / "near", far, 1, keep=1)
+    with Checkpointer(tmp_path / "near", drain_to=far, keep=1) as writer:
+        reader = Checkpointer(tmp_path / "new", drain_to=far)
+        pruned_between(reader, writer, monkeypatch)
+        found = getattr(reader, call)()
+    expected = {"latest": 9, "steps": [9], "metadata": None, "agreed_step": 9}
+    assert (value(found) == 9) if call == "restore" else found == expected[call]
+
+
+def test_a_thread_that_removes_and_one_that_copies_have_one_lock(tmp_path, monkeypatch):
+    save(tmp_path / "near", tmp_path / "far", 1, 2)
+    saver = Checkpointer(tmp_path / "near", drain_to=tmp_path / "far")
+    lock, begun, go_on = locks._lock, threading.Event(), threading.Event()
+
+    def slow(descriptor, doing):
+        lock(descriptor, doing)
+        if threading.current_thread().name == DRAINING:
+            begun.set()
+            assert go_on.wait(20)
+
+    monkeypatch.setattr(locks, "_lock", slow)
+    saver.save(3, {"w": np.full(5000, 3)})
+    assert begun.wait(20)
+    removing = threading.Thread(target=saver.remove, args=(1,))
+    removing.start()
+    time.sleep(0.1)
+    go_on.set()
+    removing.join()
+    saver.drained.result()
+    saver.close()
+    assert Checkpointer(tmp_path / "new", drain_to=tmp_path / "far").steps() == [2, 3]
+
+
+@pytest.mark.parametrize("when", ["waiting", "copied"])
+def test_a_step_that_vanishes_before_its_copy_is_an_error(
+    tmp_path, far, shelf, monkeypatch, when
+):
+    """Another program has renamed it.  A step that this has pruned is none."""
+    begun, go_on = threading.Event(), threading.Event()
+    run = Drain.start
+
+    def start(drain):
+        begun.set()
+        assert go_on.wait(20)
+        run(drain)
+
+    monkeypatch.setattr(Drain, "start", start)
+    saver = Checkpointer(tmp_path / "near", drain_to=far)
+    saver.save(1, {"w": np.full(5000, 1)})
+    assert begun.wait(20)
+    if when == "waiting":
+        saver.save(2, {"w": np.full(5000, 2)})
+    step = 2 if when == "waiting" else 1
+    os.rename(tmp_path / "near" / f"step-{step}", tmp_path / "moved")
+    go_on.set()
+    with pytest.raises(FileNotFoundError, match=f"step-{step}"):
+        saver.drained.result()
+    with pytest.raises(FileNotFoundError):
+        saver.close()
+
+
+def test_a_step_that_was_pruned_before_its_copy_is_no_error(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    run = Drain.start
+
+    def start(drain):
+        begun.set()
+        assert go_on.wait(20)
+        run(drain)
+
+    monkeypatch.setattr(Drain, "start", start)
+    with Checkpointer(tmp_path / "near", drain_to=tmp_path / "far", keep=1) as saver:
+        saver.save(5, {"w": np.full(5000, 5)})
+        assert begun.wait(20)
+        with pytest.warns(RuntimeWarning, match="step 5 exists"):
+            saver.save(3, {"w": np.full(5000, 3)})
+        assert saver.prune() == [3]
+        go_on.set()
+        with pytest.raises(CancelledError):
+            saver.drained.result()
+
+
+def test_a_damaged_copy_in_a_store_is_not_counted(tmp_path, shelf):
+    far = "shelf://bucket/run"
+    with Checkpointer(tmp_path / "near", drain_to=far, keep=2) as saver:
+        for step in (1, 2):
+            saver.save(step, {"w": np.full(5000, step)})
+            saver.drained.result()
+        saver._copies.wait()
+        file_of(far, 2, "tensors.safetensors")()
+        saver.save(3, {"w": np.full(5000, 3)})
+        saver.drained.result()
+    assert Checkpointer(tmp_path / "new", drain_to=far).steps() == [1, 3]
+
+
+def test_an_empty_manifest_does_not_hide_the_copy_before_it(tmp_path, shelf):
+    """Stores that show an object at once leave one, if the upload is killed."""
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", far, 1)
+    (name,) = {os.path.dirname(each) for each in contents(far) if "tensors" in each}
+    later = name.replace("/1.", "/2.")
+    for file, data in contents(far).items():
+        if file.startswith(name):
+            empty = file.endswith("manifest.json")
+            write(far, later + file.removeprefix(name), b"" if empty else data)
+    reader = Checkpointer(tmp_path / "new", drain_to=far)
+    assert (reader.steps(), value(reader.restore())) == ([1], 1)
+
+
+def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
+    set_aside = _roots.set_aside
+
+    def refused(folder):
+        if folder.endswith("step-1"):
+            raise OSError(errno.EPERM, "Operation not permitted", folder)
+        set_aside(folder)
+
+    with Checkpointer(tmp_path / "near", keep=1) as saver:
+        saver.save(1, 1)
+        monkeypatch.setattr(_roots, "set_aside", refused)
+        for step in (2, 3):
+            with pytest.warns(RuntimeWarning, match="older checkpoints were not removed"):
+                saver.save(step, step)
+        assert saver.steps() == [1, 3]
+
+
+def test_ctrl_c_while_copies_are_waited_for_changes_nothing(tmp_path, monkeypatch):
+    """Also before the thread that copies has begun."""
+    saver = Checkpointer(tmp_path / "near", drain_to=tmp_path / "far")
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(1, {"w": np.full(5000, 1)})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    go_on, run = threading.Event(), Drain.start
+
+    def slow(drain):
+        assert go_on.wait(20)
+        run(drain)
+
+    monkeypatch.setattr(Drain, "start", slow)
+    saver.save(2, {"w": np.full(5000, 2)})
+    monkeypatch.setattr(saver._copies._idle, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.close()
+    monkeypatch.undo()
+    # The lock is still held, because the copy goes on.
+    with pytest.raises(BlockingIOError):
+        save(tmp_path / "other", tmp_path / "far", 7)
+    go_on.set()
+    saver.close()
+    assert Checkpointer(tmp_path / "new", drain_to=tmp_path / "far").latest() == 2
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_before_a_save_begins_keeps_nobody_waiting(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path)
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save_async(1, 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saver.save(2, 2)
+    saver.close()
+    assert saver.steps() == [2]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import errno
 import fcntl
 import gc
@@ -23,6 +24,7 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import metadata as sharded
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -795,3 +797,94 @@ def test_a_rank_reserves_only_the_space_it_needs(tmp_path):
 
 def test_staging_works_with_a_full_pool(tmp_path):
     assert together(tmp_path, work.stage_without_pool, 1) == [[True, True]]
+
+
+class Dies(FileSystemWriter):
+    def finish(self, *args, **kwargs):
+        raise OSError(errno.EIO, "broken")
+
+
+def test_a_planner_that_caches_plans_loses_no_checkpoint(tmp_path):
+    """Its plans say what to keep as of an earlier save."""
+    for seed in (1, 2, 3):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        writer = (Dies if seed == 3 else FileSystemWriter)(str(tmp_path))
+        with contextlib.suppress(CheckpointException):
+            dcp.save(state_of(seed), storage_writer=writer, planner=planner, no_dist=True)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+def test_reading_changes_no_member_of_an_enumeration(tmp_path):
+    save(tmp_path / "good", {"y": torch.ones(3)})
+    (tmp_path / "bad").mkdir()
+    for module in (metadata, sharded):
+        (kind,) = [
+            each
+            for each in vars(module).values()
+            if isinstance(each, enum.EnumMeta) and each.__module__ == module.__name__
+        ]
+        before = [vars(each).copy() for each in kind]
+        text = f"\x80\x02c{module.__name__}\n{kind.__name__}\nK\x00\x85R}}X\x07\x00\x00\x00"
+        body = text.encode("latin1") + b"_value_K\x63sb."
+        (tmp_path / "bad" / ".metadata").write_bytes(body)
+        with pytest.raises(CheckpointException):
+            load(tmp_path / "bad", {"y": torch.zeros(3)})
+        assert [vars(each) for each in kind] == before
+    assert load(tmp_path / "good", {"y": torch.zeros(3)})["y"].sum() == 3
+
+
+@pytest.mark.parametrize("change", ["link", "chdir"])
+def test_a_checkpoint_stays_in_one_folder(tmp_path, monkeypatch, change):
+    """The kernel resolves "..", and the program may change its folder meanwhile."""
+    for name in ("home", "disk/run", "disk/ckpt", "other/ckpt"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "home" / "run").symlink_to(tmp_path / "disk" / "run")
+    monkeypatch.chdir(tmp_path / "home")
+    name = "run/../ckpt" if change == "link" else "ckpt"
+    where = tmp_path / ("disk" if change == "link" else "home") / "ckpt"
+    dcp.save(state_of(1), storage_writer=FileSystemWriter(name), no_dist=True)
+    writer = FileSystemWriter(name)
+    if change == "chdir":
+        monkeypatch.chdir(tmp_path / "other")
+    dcp.save(state_of(2), storage_writer=writer, no_dist=True)
+    assert same(load(where, zeroed(state_of(2))), state_of(2))
+    assert os.listdir(tmp_path / "other" / "ckpt") == []
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_claim_that_was_swapped_is_not_written_to(tmp_path, monkeypatch, link):
+    (tmp_path / "mine").write_bytes(b"precious")
+    folder = tmp_path / "run"
+    writer = FileSystemWriter(str(folder))
+    write_data = writer.write_data
+
+    def swapped(plan, planner):
+        (claim,) = [each for each in os.listdir(folder) if each.endswith(".nvmeio-tmp")]
+        os.unlink(folder / claim)
+        link(tmp_path / "mine", folder / claim)
+        return write_data(plan, planner)
+
+    monkeypatch.setattr(writer, "write_data", swapped)
+    with pytest.raises(CheckpointException):
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    assert (tmp_path / "mine").read_bytes() == b"precious"
+
+
+def test_a_pipe_in_the_place_of_the_metadata_is_no_wait(tmp_path):
+    os.mkfifo(tmp_path / ".metadata")
+    with pytest.raises(CheckpointException, match="not a regular file"):
+        load(tmp_path, {"y": torch.zeros(3)})
+    (tmp_path / ".metadata").unlink()
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(CheckpointException, match=r"\.metadata: Ran out of input"):
+        load(tmp_path, {"y": torch.zeros(3)})
+
+
+class Named(torch.Tensor):
+    """A tensor with a name of its own."""
+
+
+def test_a_subclass_that_has_memory_is_saved_as_a_plain_tensor(tmp_path):
+    save(tmp_path, {"y": torch.ones(4).as_subclass(Named)})
+    for reader in ("nvmeio", "torch"):
+        assert load(tmp_path, {"y": torch.zeros(4)}, reader)["y"].tolist() == [1] * 4

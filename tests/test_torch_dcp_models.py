@@ -432,3 +432,26 @@ def test_parts_are_not_saved_as_whole_tensors(tmp_path):
     found = together(tmp_path, work.save_models_of_parts, 2, folder=str(folder))
     assert found == [True] * 2
     assert not folder.exists()
+
+
+def test_ranks_whose_plans_are_cached_are_refused(tmp_path):
+    """The files of two saves could not be told apart."""
+    for seed in (1, 2):
+        writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        arguments = {"storage_writer": writer, "planner": planner, "no_dist": True}
+        if seed == 1:
+            dcp.save(state_of(seed), **arguments)
+            continue
+        with pytest.raises(CheckpointException, match="use enable_plan_caching=False"):
+            dcp.save(state_of(seed), **arguments)
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+
+
+def test_files_of_failed_saves_are_removed_before_the_next_one_writes(tmp_path):
+    for _ in range(3):
+        writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+        writer.finish = None
+        with pytest.raises(CheckpointException):
+            dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+        assert len(os.listdir(tmp_path)) == 1

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -76,12 +77,18 @@ class WriterLock(_Lock):
         super().__init__()
         self.path = os.path.join(folder, name)
         self.owner, self.doing = owner, doing
+        # Of two threads, the second would find the lock of the first.
+        self._taking = threading.Lock()
 
     def take(self) -> bool:
         """Take the lock; return False if it was held already.
 
         Raises BlockingIOError, with the holder's name, if another has it.
         """
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> bool:
         if self.has_name:
             return False
         # If it was held, its directory was removed, and may have been created anew.

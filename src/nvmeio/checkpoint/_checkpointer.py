@@ -20,7 +20,7 @@ from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
-from nvmeio.checkpoint._futures import SAVING, SaveFuture
+from nvmeio.checkpoint._futures import SAVING, SaveFuture, tell_at_exit
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._ranks import agreed_step
 from nvmeio.checkpoint._restoring import Held
@@ -136,7 +136,11 @@ class Checkpointer:
         busy: Literal["wait", "skip", "raise"] = "wait",
         drain_to: Path | None = None,
     ) -> None:
-        self.root = pathlib.Path(os.fsdecode(absolute(path_of(root))))
+        if "://" in (name := os.fsdecode(path_of(root))):
+            raise ValueError(
+                f"root is {name!r}, a URL; it must be a folder: pass the URL as drain_to"
+            )
+        self.root = pathlib.Path(os.fsdecode(absolute(name)))
         self.keep = None if keep is None else whole("keep", keep, 1, STEP_MAX)
         self.keep_every = keep_every
         if keep_every is not None:
@@ -149,6 +153,8 @@ class Checkpointer:
                 'verify is "checksum", but checksum is None, so there are no checksums'
             )
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
+        if self.drain_to == "":
+            raise ValueError("drain_to is ''; it must be a folder or a URL, or None")
         if self.drain_to is not None and "://" not in self.drain_to:
             self.drain_to = os.fsdecode(absolute(self.drain_to))
             if os.path.realpath(self.drain_to) == os.path.realpath(self.root):
@@ -172,7 +178,7 @@ class Checkpointer:
         self._begun = False
         self._copies: Copies | None = None
         if self.drain_to is not None:
-            self._copies = Copies(self.drain_to, str(self.root), self._kept)
+            self._copies = Copies(self.drain_to, self._steps.root, self._kept)
             self._steps.copies = self._copies.place
 
     @contextlib.contextmanager
@@ -321,15 +327,20 @@ class Checkpointer:
             future = SaveFuture(plan.step)
             if stage:
                 future.staged.set_result(None)
-            thread = threading.Thread(
-                target=self._carry_out_for, args=(plan, future), name=SAVING
-            )
-            self._last = future
+            # Who takes it first decides whether the save goes on.
+            begun = threading.Lock()
+
+            def carry_out() -> None:
+                if begun.acquire(blocking=False):
+                    self._carry_out_for(plan, future)
+
             try:
-                thread.start()
-            except RuntimeError:
-                # No thread can be started.
-                self._last = None
+                self._last = future
+                threading.Thread(target=carry_out, name=SAVING, daemon=False).start()
+            except BaseException:
+                # No thread can be started, or Ctrl-C came, and it may have been.
+                if begun.acquire(blocking=False):
+                    self._last = None
                 raise
             self._tell(f"the save of step {plan.step} goes on nevertheless")
             return future
@@ -443,7 +454,8 @@ class Checkpointer:
             self._prune(plan.step)
         except OSError as error:
             # The save itself succeeded.
-            _log.warning("older checkpoints were not removed: %s", error)
+            words = f"older checkpoints were not removed: {error}"
+            warnings.warn(words, RuntimeWarning, stacklevel=3)
         if self._copies is not None:
             self._copies.begin(plan.step, target)
         return pathlib.Path(target)
@@ -869,8 +881,11 @@ class Checkpointer:
             # An exception of the body takes precedence.
             if kind is None:
                 raise
+            words = f"a checkpoint was not saved or copied: {failure or repr(failure)}"
             if hasattr(error, "add_note"):
-                error.add_note(f"also, a checkpoint was not saved or copied: {failure}")
+                error.add_note(f"also, {words}")
+            # That exception may be caught, or one that Python prints nothing of.
+            tell_at_exit(words)
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"

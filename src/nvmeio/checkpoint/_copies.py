@@ -1,5 +1,6 @@
 """Copies of a Checkpointer's steps on other storage, made in the background."""
 
+import errno
 import logging
 import threading
 from concurrent.futures import CancelledError, Future
@@ -7,12 +8,13 @@ from typing import Any
 
 from nvmeio._arguments.types import Path
 from nvmeio._files.kinds import MANIFEST
+from nvmeio._files.paths import exists_now
 from nvmeio.checkpoint._draining import Drain
-from nvmeio.checkpoint._errors import MovedError
+from nvmeio.checkpoint._errors import CheckpointError, MovedError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import Kept, Root, StepPlace, prune
+from nvmeio.checkpoint._roots import TRIES, Kept, Root, StepPlace, prune
 from nvmeio.checkpoint._stores import Store
 
 __all__ = ["Copies"]
@@ -25,14 +27,18 @@ _log = logging.getLogger("nvmeio")
 class Copies:
     """The queue of the copies of one root's steps; at most one step waits in it."""
 
-    def __init__(self, target: Path, root: str, kept: Kept) -> None:
+    def __init__(self, target: Path, root: Root, kept: Kept) -> None:
         path = local_path(target)
         files: Any = None if path is not None else place_of(target)
-        self.place: StepPlace = Root(path) if path is not None else Store(files, root)
+        self.place: StepPlace = Root(path) if path is not None else Store(files, root.where)
+        self._root = root
         self._kept = kept
         self._mutex = threading.Lock()
         self._waiting: tuple[int, str, ToldFuture[int]] | None = None
-        self._thread: threading.Thread | None = None
+        # The thread that copies.  It says so itself, because Ctrl-C may come at any time.
+        self._runner: int | None = None
+        self._idle = threading.Event()
+        self._idle.set()
         self._failed: ToldFuture[int] | None = None
         # The step that is being copied, and the drain of its files once it has begun.
         self._current: int | None = None
@@ -46,33 +52,34 @@ class Copies:
         with self._mutex:
             before, self._waiting = self._waiting, (step, folder, future)
             self.latest = future
-            thread = None
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=DRAINING)
-                self._thread = thread
+            runs = self._runner is not None
         if before is not None and before[2].cancel():
             _log.warning(
                 "step %d is not copied, because step %d was saved meanwhile",
                 before[0],
                 step,
             )
-        if thread is None:
-            return
-        try:
-            thread.start()
-        except RuntimeError:
-            # No thread can be started, or Python is shutting down.
-            with self._mutex:
-                self._thread = None
-            self._run()
+        if not runs:
+            try:
+                threading.Thread(target=self._run, name=DRAINING, daemon=False).start()
+            except RuntimeError:
+                # No thread can be started, or Python is shutting down.
+                self._run()
 
     def _run(self) -> None:
+        """Copy what waits, unless another thread does."""
+        with self._mutex:
+            if self._runner is not None:
+                return
+            self._runner = threading.get_ident()
+            self._idle.clear()
         while True:
             with self._mutex:
                 work, self._waiting = self._waiting, None
                 self._current = None if work is None else work[0]
                 if work is None:
-                    self._thread = None
+                    self._runner = None
+                    self._idle.set()
                     return
             step, folder, future = work
             if not future.set_running_or_notify_cancel():
@@ -80,7 +87,7 @@ class Copies:
             try:
                 nbytes = self._copy(step, folder)
             except CancelledError as error:
-                # The step was removed while it was copied.
+                # The step was removed while it was copied, or before that.
                 future.set_exception(error)
             except BaseException as error:
                 _log.error("step %d was not copied: %s", step, error)
@@ -96,14 +103,27 @@ class Copies:
             work.start()
             return work.future.result()
 
-        try:
-            # Held, so that the step is not pruned while it is copied.
-            with Held(folder, step):
-                self.place.take(step)
-                nbytes = self.place.copy(step, copy)
-        except MovedError:
-            # The step was replaced; the new one is copied next.
-            return 0
+        for _ in range(TRIES):
+            try:
+                # Held, so that the step is not pruned while it is copied.
+                with Held(folder, step):
+                    self.place.take(step)
+                    nbytes = self.place.copy(step, copy)
+                break
+            except (MovedError, FileNotFoundError):
+                if step in self._root.removed:
+                    raise CancelledError from None
+                if not exists_now(folder):
+                    words = "it was removed or renamed before its copy was complete"
+                    raise FileNotFoundError(errno.ENOENT, words, folder) from None
+                with self._mutex:
+                    if self._waiting is not None and self._waiting[0] == step:
+                        # It was replaced; the new one is copied next.
+                        return 0
+        else:
+            raise CheckpointError(
+                f"{folder} was replaced {TRIES} times while it was copied"
+            )
         try:
             prune(self.place, self._kept, step)
         except Exception as error:
@@ -113,10 +133,22 @@ class Copies:
 
     def wait(self) -> None:
         """Wait until all copies have ended."""
-        with self._mutex:
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        while True:
+            with self._mutex:
+                if self._runner == threading.get_ident():
+                    return
+                if self._runner is None:
+                    if self._waiting is None:
+                        return
+                    idle = False
+                else:
+                    idle = True
+            if idle:
+                # Not with join(): after Ctrl-C in it, a thread counts as ended.
+                self._idle.wait()
+            else:
+                # Its thread has not begun, or could not be started.
+                self._run()
 
     def failure(self) -> BaseException | None:
         """Return the error of a failed copy, once; None if there is none."""

@@ -186,7 +186,10 @@ class Drain:
     def start(self) -> None:
         """Copy in threads; if none can be started, in this one."""
         count = max(1, min(FILES, len(self._left)))
-        threads = [threading.Thread(target=self._work, name=DRAINING) for _ in range(count)]
+        threads = [
+            threading.Thread(target=self._work, name=DRAINING, daemon=False)
+            for _ in range(count)
+        ]
         self._at_work = count
         for number, thread in enumerate(threads):
             try:

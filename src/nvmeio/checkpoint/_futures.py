@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from nvmeio._events.forks import call_in_child
 
-__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture"]
+__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture", "tell_at_exit"]
 
 # The names of the threads that save and copy.
 SAVING, DRAINING = "nvmeio-checkpoint", "nvmeio-drain"
@@ -24,6 +24,11 @@ _Result = TypeVar("_Result")
 _untold: dict[int, str] = {}
 _numbers = itertools.count()
 call_in_child(_untold.clear)
+
+
+def tell_at_exit(words: str) -> None:
+    """Print something when Python exits, which then fails."""
+    _untold[next(_numbers)] = words
 
 
 class ToldFuture(Future[_Result]):

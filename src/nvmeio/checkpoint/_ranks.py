@@ -58,8 +58,29 @@ def agree(steps: Steps, gather: Gather) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             steps.read(None, lambda held: None, (MANIFEST,))
 
-    listed = gathered(lambda: steps.names(level=8))
-    every: list[int] = sorted({step for found in listed for step in found}, reverse=True)
+    listed: list[list[int]] = []
+    while True:
+        before, listed = listed, gathered(lambda: steps.names(level=8))
+        if listed == before or not any(listed):
+            break
+        # If none is left, other processes may have removed all, and added newer ones.
+        found = _agree_on(listed, steps, gathered)
+        if found is not None:
+            return found
+    gathered(require_none)
+    return None
+
+
+def _agree_on(
+    listed: list[list[int]],
+    steps: Steps,
+    gathered: Callable[[Callable[[], Any]], list[Any]],
+) -> int | None:
+    """Return the newest of the steps of all ranks of which all have the same save.
+
+    None if no rank has any; raises CheckpointError if no save is complete on all.
+    """
+    every = sorted({step for found in listed for step in found}, reverse=True)
     seen: list[list[int]] = [[] for _ in listed]
     # Not all at once, because each needs several requests of an object store.
     for at in range(0, len(every), _AT_ONCE):
@@ -77,7 +98,6 @@ def agree(steps: Steps, gather: Gather) -> int | None:
             for rank, found in enumerate(saves):
                 seen[rank] += [step] if found else []
     if not any(seen):
-        gathered(require_none)
         return None
     some = "; ".join(f"rank {rank} has {found[:3]}" for rank, found in enumerate(seen[:4]))
     raise CheckpointError(f"no save of a step is complete on all {len(seen)} ranks: {some}")

@@ -220,12 +220,26 @@ def rebuild(part: Part, base: Any, *, ordered: bool) -> Any:
     try:
         made = _tensor(part, base) if part.by_torch else _array(part, base)
         if ordered and part.strides and part.how != "whole":
-            target = in_order(part)
-            target[...] = made
-            made = target
+            if _is_c_order(part):
+                # Only those of extents of 1 differ; what shares the memory still does.
+                made = made.as_strided(part.shape, in_order(part).stride())
+            else:
+                target = in_order(part)
+                target[...] = made
+                made = target
         return _with_flags(part, made) if part.by_torch else made
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path_of(part.path)} cannot be rebuilt: {error}") from None
+
+
+def _is_c_order(part: Part) -> bool:
+    """Return whether the strides of a tensor are those of C order, where they matter."""
+    reached = part.dtype.itemsize
+    for extent, stride in reversed(list(zip(part.shape, part.strides, strict=True))):
+        if extent != 1 and stride != reached:
+            return False
+        reached *= extent
+    return part.by_torch
 
 
 def in_order(part: Part) -> Any:
@@ -233,7 +247,8 @@ def in_order(part: Part) -> Any:
     if not part.by_torch:
         return np.ndarray(part.shape, part.dtype, strides=part.strides)
     strides = [stride // part.dtype.itemsize for stride in part.strides]
-    return torch_module().empty_strided(part.shape, strides, dtype=part.dtype)
+    # The default device may be another one.
+    return torch_module().empty_strided(part.shape, strides, dtype=part.dtype, device="cpu")
 
 
 def _array(part: Part, base: Any) -> Any:

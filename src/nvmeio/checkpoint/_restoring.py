@@ -366,8 +366,8 @@ def _read(
             chosen.append(wanted)
             if targets is not None:
                 out[name] = _destination(group, targets, wanted, kind)
-            elif group[0].strides and group[0].how == "whole":
-                out[name] = in_order(group[0])
+            elif strided := [p for p in group if p.strides and p.how == "whole"]:
+                out[name] = in_order(strided[0])
         chosen.sort(key=lambda each: each.tensor.begin)
         new = [each for each in chosen if each.key not in out]
         given = [each for each in chosen if each.key in out]
@@ -378,7 +378,8 @@ def _read(
     made = {}
     for name, group in by_stored.items():
         base = bases[name]
-        if any(part.by_torch and part.view for part in group) and base.data_ptr() % 16:
+        made_of_it = any(part.by_torch and part.how != "whole" for part in group)
+        if made_of_it and base.data_ptr() % 16:
             # Torch requires addresses that are multiples of the element's size, 16 at most.
             base = base.clone()
         for part in group:
@@ -399,11 +400,25 @@ def _destination(
     group: list[Part], targets: dict[Any, Any], wanted: Wanted, framework: Framework
 ) -> Any:
     """Return the memory to read a stored tensor into: a target of its shape, or new."""
+    # Others are made of its bytes, in C order.
+    in_c_order = any(
+        part.how != "whole" or part.by_torch != framework.by_torch for part in group
+    )
     for part in group:
         target = targets[part.path]
-        if part.how == "whole" and part.by_torch == framework.by_torch:
+        if (
+            part.how == "whole"
+            and part.by_torch == framework.by_torch
+            and not (in_c_order and not _is_in_c_order(target))
+        ):
             return _plain(target)
     return framework.empty(wanted.dtype, wanted.shape)
+
+
+def _is_in_c_order(target: Any) -> bool:
+    if isinstance(target, np.ndarray):
+        return bool(target.flags.c_contiguous)
+    return bool(target.is_contiguous())
 
 
 def _delivered(value: Any, target: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import stat
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -130,6 +131,7 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
     if kept.newest is None:
         return []
     removed, left, doomed = [], kept.newest, []
+    failed: OSError | None = None
     steps = place.steps()
     if len(steps) <= left:
         return []
@@ -152,6 +154,11 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
         except (BlockingIOError, GoneError):
             # It is being read, or another process has removed it.
             continue
+        except OSError as error:
+            # The others can be removed nevertheless.
+            failed = failed or error
+    if failed is not None:
+        raise failed
     return removed
 
 
@@ -282,6 +289,8 @@ class Root:
         # Those that were found damaged, and complete, with the identity of the folder.
         self._damaged: dict[int, Identity] = {}
         self._complete: dict[int, tuple[Identity, ...]] = {}
+        # The steps that this has removed, and not written again.
+        self.removed: set[int] = set()
 
     def folder(self, step: int) -> str:
         """Return the path of a step's folder."""
@@ -323,7 +332,8 @@ class Root:
             elif self.named() is not None or _is_empty(path):
                 replace_file(b"step-%d\n" % step, path, sync=False)
         except OSError as error:
-            _log.warning("the newest step was not named: %s", error)
+            words = f"the newest step was not named in {path}: {error}"
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
 
     def identity(self, step: int) -> str | None:
         """Return the identity of a save, unless it is incomplete or was found damaged."""
@@ -343,6 +353,7 @@ class Root:
 
     def written(self, step: int) -> None:
         """Remember that a step is complete, because this process has just written it."""
+        self.removed.discard(step)
         if (identities := self._identities(step)) is not None:
             self._complete[step] = identities
         # The step is there, so an error of its name is not one of the save.
@@ -454,4 +465,9 @@ class Root:
             if not free:
                 words = "the step is being read; try again later"
                 raise BlockingIOError(errno.EAGAIN, words, folder)
-            yield lambda: set_aside(folder)
+
+            def remove() -> None:
+                self.removed.add(step)
+                set_aside(folder)
+
+            yield remove

@@ -56,18 +56,24 @@ class Steps:
         # `into`, in memory while older steps are read.
         passed_over: dict[int, str] = {}
         copied, unlisted = self.copied()
-        for each in self.going_down(copied):
-            try:
-                return each, self._here_or_copy(each, read, files)
-            except GoneError:
-                continue
-            except (CheckpointError, OSError) as error:
-                if not is_lost(error):
-                    raise
-                if each not in passed_over:
-                    words = f"step {each} is skipped: {error}"
-                    warnings.warn(words, RuntimeWarning, stacklevel=3)
-                passed_over.setdefault(each, str(error))
+        seen: Collection[int] | None = None
+        # Another process may have removed all copies of a list, after it added newer ones.
+        while copied != seen:
+            for each in self.going_down(copied):
+                try:
+                    return each, self._here_or_copy(each, read, files)
+                except GoneError:
+                    continue
+                except (CheckpointError, OSError) as error:
+                    if not is_lost(error):
+                        raise
+                    if each not in passed_over:
+                        words = f"step {each} is skipped: {error}"
+                        warnings.warn(words, RuntimeWarning, stacklevel=3)
+                    passed_over.setdefault(each, str(error))
+            seen = copied
+            if copied:
+                copied, unlisted = self.copied()
         where = self.root.where
         if passed_over:
             # A caller that begins anew on FileNotFoundError must not do so here.
@@ -169,10 +175,15 @@ class Steps:
         The warning about that is of the call `level` - 1 frames above.
         """
         copied, unlisted = self.copied(level=level)
-        found = False
-        for step in self.complete(copied):
-            found = True
-            yield step
+        found, seen = False, None
+        while not found and copied != seen:
+            for step in self.complete(copied):
+                found = True
+                yield step
+            # As read() does.
+            seen = copied
+            if copied and not found:
+                copied, unlisted = self.copied(level=level)
         if unlisted is not None and not found:
             raise unlisted
 

@@ -164,7 +164,7 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
         _describe(each.leaf, stored.name)
         node, value = each.leaf.node, each.value
         if whole is not None and _same(each, whole):
-            for word in ("dtype", "shape"):
+            for word in ("dtype", "shape", "strides"):
                 if word in whole.leaf.node:
                     node[word] = whole.leaf.node[word]
             continue

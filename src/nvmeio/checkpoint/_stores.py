@@ -64,7 +64,8 @@ class _Attempt(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        return MANIFEST in self.sizes
+        # Some stores show a file at once, empty, and not when all of it is written.
+        return bool(self.sizes.get(MANIFEST))
 
 
 class Store:
@@ -151,9 +152,12 @@ class Store:
         return None
 
     def was_complete(self, step: int, *, again: bool) -> bool:
-        """Return whether a step was complete when this looked last."""
-        if step not in self._complete and self.identity(step) is not None:
-            self._complete.add(step)
+        """Return whether a step was complete when this looked last, or looks again."""
+        if again or step not in self._complete:
+            if self.identity(step) is not None:
+                self._complete.add(step)
+            else:
+                self._complete.discard(step)
         return step in self._complete
 
     def _check(self, step: int, attempt: _Attempt) -> Manifest:

@@ -9,6 +9,7 @@ code, so reading it runs none.
 
 import base64
 import math
+import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
@@ -80,9 +81,9 @@ class _Encoder:
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
+            return value if math.isfinite(value) else {"float": _float_text(value)}
         if kind is complex:
-            return {"complex": [repr(value.real), repr(value.imag)]}
+            return {"complex": [_float_text(value.real), _float_text(value.imag)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, (np.ndarray, Deferred, *self.tensor)):
@@ -147,6 +148,23 @@ class _Encoder:
         if all(isinstance(key, str) for key in value):
             return {"dict": dict(items)}
         return {"items": [list(item) for item in items]}
+
+
+def _float_text(value: float) -> str:
+    """Return a number as text; not every nan has the bits of the usual one."""
+    bits = struct.pack(">d", value).hex()
+    usual = struct.pack(">d", math.nan).hex()
+    return repr(value) if value == value or bits == usual else f"nan:{bits}"
+
+
+def _float_of(text: Any) -> float:
+    """Return the number that a text is of."""
+    if isinstance(text, str) and text.startswith("nan:"):
+        (value,) = struct.unpack(">d", bytes.fromhex(text[4:]))
+        if value == value:
+            raise ValueError
+        return float(value)
+    return float(text)
 
 
 def _require_bits(value: int, path: Path) -> None:
@@ -374,13 +392,13 @@ class _Decoder:
         return found
 
     def _float(self, content: Any) -> float:
-        if content not in ("nan", "inf", "-inf"):
+        if content not in ("nan", "inf", "-inf") and not content.startswith("nan:"):
             raise ValueError
-        return float(content)
+        return _float_of(content)
 
     def _complex(self, content: Any) -> complex:
         real, imag = content
-        return complex(float(real), float(imag))
+        return complex(_float_of(real), _float_of(imag))
 
     def _bytes(self, content: Any) -> bytes:
         return base64.b64decode(content, validate=True)
@@ -406,7 +424,13 @@ class _Decoder:
             raise ValueError
         if not dtype.itemsize:
             return dtype.type()
-        (value,) = np.frombuffer(base64.b64decode(text, validate=True), dtype)
+        (value,) = np.frombuffer(raw := base64.b64decode(text, validate=True), dtype)
+        # numpy takes zeros at the end for padding.
+        if dtype.kind == "S":
+            return dtype.type(raw)
+        if dtype.kind == "U":
+            big = np.dtype(name).byteorder == ">"
+            return dtype.type(raw.decode("utf-32-be" if big else "utf-32-le"))
         return value
 
 

@@ -1,5 +1,7 @@
 """Read ``.metadata``, the pickled description of a checkpoint, without running its code."""
 
+import enum
+import errno
 import functools
 import hashlib
 import io
@@ -7,6 +9,7 @@ import logging
 import os
 import pathlib
 import pickle
+import stat
 from collections import OrderedDict
 from typing import IO, Any
 
@@ -48,6 +51,21 @@ class _Sealed(type):
         raise pickle.UnpicklingError(f"it sets {name} of the class {cls.__name__}")
 
 
+class _Member:
+    """Stands for a member of an enumeration, which a pickle could change for all."""
+
+    def __init__(self, kind: Any, value: Any) -> None:
+        self._member = kind(value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._member or (
+            type(other) is _Member and other._member is self._member
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._member)
+
+
 @functools.cache
 def _sealed(kind: Any) -> type:
     """Return a stand-in whose instances are objects of another class."""
@@ -76,7 +94,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             # elsewhere.
             found = getattr(_DESCRIBING[module], name, None)
             if isinstance(found, type) and found.__module__ == module:
-                return _sealed(found)
+                if issubclass(found, enum.Enum):
+                    return lambda value: _Member(found, value)
+                return _sealed(found)  # type: ignore[arg-type]  # of a class
         elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
             return _sealed(filesystem._StorageInfo)
         elif (module, name) == ("collections", "OrderedDict"):
@@ -95,13 +115,22 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _open_regular(path: str) -> IO[bytes]:
     folder, name = os.path.split(path)
     try:
-        return open(path, "rb")
+        # Opening a pipe would wait for its writer.
+        file = open(path, "rb", opener=_opener)  # noqa: SIM115  # the caller closes it
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     except (FileNotFoundError, NotADirectoryError) as error:
         # Torch tries the rank's own metadata next, and reports both errors.
         if name != METADATA:
             raise
         words = f"no checkpoint to load; {what_is_in(folder)}"
         raise type(error)(error.errno, words, path) from None
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_metadata(path: str, *, weights_only: bool) -> Any:
@@ -118,7 +147,7 @@ def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
             require_linear(text, by_fields=True)
         kind = _MetadataUnpickler if weights_only else pickle.Unpickler
         found = kind(io.BytesIO(text)).load()
-    except (pickle.UnpicklingError, ValueError) as error:
+    except (pickle.UnpicklingError, ValueError, EOFError) as error:
         raise pickle.UnpicklingError(f"{path}: {error}") from None
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"{path}: not the metadata of a checkpoint")

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._files.paths import absolute
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._safetensors.file import ModelFile
@@ -39,7 +40,7 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
-from nvmeio.torch.dcp._writing import log_left, remove_unneeded
+from nvmeio.torch.dcp._writing import is_told_first, like, log_left, remove_unneeded
 
 __all__ = ["HuggingFaceStorageWriter"]
 
@@ -75,6 +76,14 @@ thread_count_consolidation
     {'weight': tensor([0, 1, 2, 3])}
     """
 
+    @like(hf_storage.HuggingFaceStorageWriter.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It stays the same if the program changes its folder.
+        self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
+        whole: Any = self.consolidated_output_path
+        self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan, create the folder durably, and call torch's method."""
         if self.enable_consolidation and not self.use_collectives:
@@ -83,13 +92,16 @@ thread_count_consolidation
                 "with use_collectives=False; set one of them differently"
             )
         _refuse(plan.items, self.fqn_to_index_mapping, self.save_distributed)
-        make_folders(os.path.abspath(self.path))
+        make_folders(os.fspath(self.path))
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
+        # What failed saves have left, before it is missed as space.
+        own = None if self.use_collectives else self._own_prefix()
+        _remove_parts(os.fspath(self.path), own or "")
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -102,6 +114,16 @@ thread_count_consolidation
         """Write this rank's files, and return when they are on the device."""
         # A planner that caches plans returns them without storage_data.
         told = plan.storage_data or {}
+        token = told.get("save")
+        if (
+            self.save_distributed
+            and self.use_collectives
+            and not (token and is_told_first(token))
+        ):
+            raise ValueError(
+                "the planner caches plans, so the files of two saves could not be told "
+                "apart; use enable_plan_caching=False, or save_distributed=False"
+            )
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
@@ -111,7 +133,7 @@ thread_count_consolidation
             name = _hf_utils._gen_file_name(index, highest, told.get("shard_index", own))
             part = temporary_name(name)
             sources = [_source(planner, item) for item in items]
-            said = _said(items, told.get("save", ""))
+            said = _said(items, token or "")
             path = os.path.join(self.path, part)
             save(sources, path, said, sync=self.sync_files)
             for item in items:
@@ -129,14 +151,16 @@ thread_count_consolidation
         parts = {each.storage_data.relative_path for each in all_}
         for each in all_:
             each.storage_data.relative_path = _whole(each.storage_data.relative_path)
-        alone = not self.use_collectives and self.save_distributed
-        prefix = f"shard-{(self.rank or 0) + 1:05d}-" if alone else ""
+        prefix = "" if self.use_collectives else self._own_prefix()
         self._give_names(folder, parts)
         if not self.save_distributed:
             self._write_index(folder, all_, metadata)
         elif self.enable_consolidation:
             self._consolidate(folder, all_, metadata)
         self._remove_old(folder, set(map(_whole, parts)), prefix)
+
+    def _own_prefix(self) -> str:
+        return f"shard-{(self.rank or 0) + 1:05d}-" if self.save_distributed else ""
 
     def _give_names(self, folder: str, parts: Iterable[str]) -> None:
         """Rename the files of this save to their final names, durably."""
@@ -150,7 +174,7 @@ thread_count_consolidation
             raise FileNotFoundError(
                 errno.ENOENT,
                 "a rank wrote it, but this rank cannot see it: all ranks must share one "
-                "folder",
+                "folder, and only one save may go on there",
                 os.path.join(folder, missing[0]),
             )
         for part in parts:
@@ -161,15 +185,10 @@ thread_count_consolidation
     def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
         """Remove files of previous and unfinished saves, but no other files."""
 
-        def is_of_writer(name: str) -> bool:
-            return name.startswith(prefix) and _NAMED.fullmatch(name) is not None
-
-        left = set(filter(is_of_writer, os.listdir(folder))) - names
+        left = {n for n in os.listdir(folder) if _is_of_writer(n, prefix)} - names
         old = [name for name in left if _is_of_a_save(os.path.join(folder, name))]
         remove_unneeded(folder, old)
-        _, error = remove_left(folder, lambda found: is_of_writer(found["name"]))
-        if error is not None:
-            log_left(error)
+        _remove_parts(folder, prefix)
 
     def _write_index(
         self, folder: str, results: Iterable[WriteResult], metadata: Metadata
@@ -185,7 +204,7 @@ thread_count_consolidation
         self, folder: str, results: list[WriteResult], metadata: Metadata
     ) -> None:
         """Join the parts in the ranks' files to whole tensors, and write these."""
-        target = os.fspath(self.consolidated_output_path)
+        target: str = self.consolidated_output_path
         mapping = self.fqn_to_index_mapping or dict.fromkeys(
             metadata.state_dict_metadata, 1
         )
@@ -225,6 +244,17 @@ thread_count_consolidation
         ]
         self._write_index(target, whole, metadata)
         self._remove_old(target, set(named))
+
+
+def _is_of_writer(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and _NAMED.fullmatch(name) is not None
+
+
+def _remove_parts(folder: str, prefix: str) -> None:
+    """Remove files with temporary names, which are of no save that is complete."""
+    _, error = remove_left(folder, lambda found: _is_of_writer(found["name"], prefix))
+    if error is not None:
+        log_left(error)
 
 
 def _whole(part: str) -> str:

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import secrets
+import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
@@ -28,10 +29,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import absolute, naming
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, renaming, temporary_name
@@ -41,7 +43,7 @@ from nvmeio.torch._saving import errors_of, saving_with
 from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE, load_allowed
 from nvmeio.torch.dcp._metadata import shards_of
 
-__all__ = ["FileSystemWriter", "log_left", "remove_unneeded"]
+__all__ = ["FileSystemWriter", "is_told_first", "like", "log_left", "remove_unneeded"]
 
 P = ParamSpec("P")
 
@@ -62,6 +64,7 @@ class _Told:
 
     prefix: str
     kept: set[str] | None
+    save: str  # differs for each save
 
 
 class _Claim:
@@ -93,7 +96,10 @@ class _Claim:
 
     def _take(self, folder: str, name: str) -> None:
         """Remove the claims of earlier saves; raise FileExistsError if there is a later."""
-        mine = self._place(self.path)
+        try:
+            mine = self._place(self.path)
+        except FileNotFoundError:
+            raise self._lost() from None
         for each in os.listdir(folder):
             other = os.path.join(folder, each)
             if other == self.path or final_name(each) != name:
@@ -123,11 +129,14 @@ class _Claim:
     def publish(self, text: bytes, *, sync: bool) -> None:
         """Replace the target, unless a later save has begun."""
         try:
-            # Not created anew: it may have been removed.
+            # Not created anew: it may have been removed.  Nor is another file written to,
+            # which somebody may have put there.
             with (
                 naming(self.target),
-                open(os.open(self.path, os.O_WRONLY), "wb") as file,
+                open(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file,
             ):
+                if not _is_new(file.fileno()):
+                    raise self._lost()
                 file.write(text)
                 file.flush()
                 become_like(file.fileno(), self.target)
@@ -151,7 +160,15 @@ class _Claim:
         return FileExistsError(errno.EEXIST, words, self.target)
 
 
-def _like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
+def _is_new(descriptor: int) -> bool:
+    """Return whether an open file is an empty one of this user, with one name."""
+    found = os.fstat(descriptor)
+    return (
+        stat.S_ISREG(found.st_mode) and not found.st_size and found.st_uid == os.geteuid()
+    )
+
+
+def like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
     """Return ``functools.wraps(function)``, of a type that pyright binds as a method."""
     return functools.wraps(function)
 
@@ -196,7 +213,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     >>> saved = checkpoint.save({"weight": torch.arange(4)}, storage_writer=writer)
     """
 
-    @_like(filesystem.FileSystemWriter.__init__)
+    @like(filesystem.FileSystemWriter.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
@@ -209,6 +226,16 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         self._before: list[str] = []
         self._refused: list[str] = []
         self._claim: _Claim | None = None
+        self._stay()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder of the next save, as torch's method."""
+        super().reset(checkpoint_id)
+        self._stay()
+
+    def _stay(self) -> None:
+        """Keep the folder if the program changes its own; ".." is for the kernel."""
+        self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
@@ -220,7 +247,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 "save to another folder with use_collectives=False",
                 path,
             )
-        make_folders(os.path.abspath(self.path))
+        make_folders(os.fspath(self.path))
         # Before this save has a claim: a later one has no files yet.
         own = shards_of(os.fspath(self._get_metadata_path(self.rank)))
         before = _left_in(self.path, self.rank)
@@ -229,7 +256,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and tell each rank which of its files must stay."""
-        path = os.path.abspath(self._metadata_file())
+        path = self._metadata_file()
         self._claim = _Claim(path)
         # After the claim: from now on no earlier save replaces the metadata.
         needed = shards_of(path)
@@ -237,11 +264,11 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         for name in needed or ():
             if found := _SHARD.fullmatch(name):
                 kept.setdefault(int(found["rank"]), set()).add(name)
-        told = []
+        told, save = [], secrets.token_hex(8)
         for number, plan in enumerate(super().prepare_global_plan(plans)):
             rank = number if self.use_collectives else self.rank or 0
             names = None if needed is None else kept.get(rank, set())
-            data = _Told(plan.storage_data.prefix, names)
+            data = _Told(plan.storage_data.prefix, names, save)
             told.append(dataclasses.replace(plan, storage_data=data))
         return told
 
@@ -255,9 +282,11 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         results = []
         names = self._names = []
         self._refused = []
-        # What failed saves of this rank have left, perhaps on a drive of its own.
-        if plan.storage_data.kept is not None:
-            left = set(self._before) - plan.storage_data.kept
+        # What failed saves of this rank have left, perhaps on a drive of its own.  Not if
+        # the planner caches plans, and returns that of an earlier save.
+        told = plan.storage_data
+        if told.kept is not None and is_told_first(told.save):
+            left = set(self._before) - told.kept
             remove_unneeded(os.fspath(self.path), left)
         try:
             for number, items in enumerate(self._files(plan.items)):
@@ -335,6 +364,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         tensor = None
         if item.type != WriteItemType.BYTE_IO:
             tensor = data.detach().cpu()
+            if not is_traceable_wrapper_subclass(tensor):
+                # A reader allows no classes of others, and fills the program's own tensors.
+                tensor = tensor.as_subclass(torch.Tensor)
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()
         large = tensor is not None and tensor.nbytes >= LARGE_BYTES
@@ -396,6 +428,17 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
         claim.publish(pickle.dumps(metadata), sync=self.sync_files)
         remove_unneeded(folder, left - now)
+
+
+# The saves of which this process was told.
+_TOLD: set[str] = set()
+
+
+def is_told_first(save: str) -> bool:
+    """Return whether this is the first time that the process is told of a save."""
+    known = save in _TOLD
+    _TOLD.add(save)
+    return not known
 
 
 def _left_in(folder: str | os.PathLike[str], rank: int | None) -> Iterator[str]:
