@@ -1,6 +1,7 @@
 """Find and run the examples in the docstrings of public names and of their members."""
 
 import doctest
+import gc
 import pkgutil
 import re
 
@@ -43,6 +44,10 @@ def run_example(name, folder, monkeypatch):
     documented = pkgutil.resolve_name(name).__doc__
     for package in needed_by(documented):
         pytest.importorskip(package, reason=f"{package} is not installed")
+    # Cycles that other tests have left may hold memory of the pool, some through tensors,
+    # which go only at the second time.
+    gc.collect()
+    gc.collect()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
     names = {"np": np, "nvmeio": nvmeio}

@@ -443,6 +443,19 @@ def test_bad_arguments_are_refused(tmp_path, kind):
     model(x)
 
 
+def test_names_that_do_not_fit_are_told(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    state = {name.replace("4.", "layers.4."): v for name, v in model.state_dict().items()}
+    st.save_file(state, path)
+    expected = results(model, x)
+    words = r"has no layers\.4\.bias, layers\.4\.weight, .*; and 4\.weight, 4\.bias, which"
+    with pytest.warns(RuntimeWarning, match=words) as caught:
+        nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    assert caught[0].filename == __file__
+    assert_equal(results(model, x), expected)
+    assert type(model[4].weight) is nn.Parameter
+
+
 def test_a_model_is_offloaded_once(tmp_path):
     model, path, _ = made("linear", tmp_path)
     with pytest.raises(ValueError, match="are not on a drive"):
@@ -536,6 +549,19 @@ def test_threads_use_a_model_at_the_same_time(tmp_path):
         each.join()
     assert wrong == []
     assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= 3 * low
+
+
+def test_a_model_that_is_gone_leaves_no_memory(tmp_path):
+    """Also what was read ahead, and is still on its way."""
+    gc.collect()
+    before = nvmeio.pool_stats()["bytes_used"]
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    model[:3](x)
+    assert nvmeio.pool_stats()["bytes_used"] > before
+    del model
+    gc.collect()
+    assert nvmeio.pool_stats()["bytes_used"] <= before
 
 
 def test_a_forked_child_refuses(tmp_path):

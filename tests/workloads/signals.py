@@ -228,9 +228,9 @@ class Sweep:
         note = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
         note.argtypes, note.restype = [ctypes.py_object] * 3, None
         self.note = note
-        # Frames hold the trace function alone otherwise, and Python 3.11 calls it after
-        # `strike` has taken it from them.
-        self.step = self.step
+        # Frames, and Python for new ones, hold the trace functions alone otherwise, and
+        # Python 3.11 uses them after `strike` has taken them away.
+        self.step, self.trace = self.step, self.trace
         self.points = {}
 
     def trace(self, frame, event, arg):

@@ -192,8 +192,8 @@ class Checkpointer:
                 )
             if self._closed:
                 raise ValueError("the Checkpointer is closed")
-            self._within = True
             try:
+                self._within = True
                 yield
             finally:
                 self._within = False
@@ -884,8 +884,10 @@ class Checkpointer:
             words = f"a checkpoint was not saved or copied: {failure or repr(failure)}"
             if hasattr(error, "add_note"):
                 error.add_note(f"also, {words}")
-            # That exception may be caught, or one that Python prints nothing of.
-            tell_at_exit(words)
+            # That exception may be caught, or one that Python prints nothing of.  Not if
+            # close() was only refused.
+            if not self._within:
+                tell_at_exit(words)
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"

@@ -2,8 +2,9 @@
 
 import os
 import types
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["disk_offload", "disk_stats", "remove_disk_offload"]
 
 # Modules that pass the weights of the modules within to one operation.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+_KINDS = ("_parameters", "_buffers")
 
 # Where a model keeps what disk_offload() has done to it.
 _ATTRIBUTE = "_nvmeio_disk_offload"
@@ -75,6 +78,12 @@ def disk_offload(
         An argument is of the wrong type; `memory` is less than the least; a parameter or
         buffer is on the meta device and not in the checkpoint, or has another shape there;
         or the model is on a drive already.  Nothing was changed.
+
+    Warns
+    -----
+    RuntimeWarning
+        The checkpoint has names that the model lacks, and the parameters of the model that
+        it lacks stay in memory.
 
     See Also
     --------
@@ -235,6 +244,11 @@ def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, A
                 yield f"{prefix}.{name}" if prefix else name, module, name, value
 
 
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
+
+
 class _Offload:
     """A model whose weights are on a drive, and where its parameters are in its modules."""
 
@@ -267,13 +281,23 @@ class _Offload:
             elif value.is_meta:
                 missing.append(name)
         if missing:
-            some = ", ".join(missing[:5])
-            some += f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(
-                f"{self.source.path} lacks {some}, which the model has on the meta device"
+                f"{self.source.path} lacks {_some(missing)}, which the model has on the "
+                "meta device"
             )
         if not self.slots:
             raise ValueError(f"{self.source.path} has no parameter of the model")
+        known = {name for kind in _KINDS for name, *_ in _named(self.model, kind)}
+        if unused := [name for name in self.source.places if name not in known]:
+            alone = [
+                name
+                for name, *_, value in _named(self.model, "_parameters")
+                if id(value) not in self.weights
+            ]
+            words = f"the model has no {_some(unused)}, which {self.source.path} has"
+            if alone:
+                words += f"; and {_some(alone)}, which that lacks, stay in memory"
+            warnings.warn(words, RuntimeWarning, stacklevel=4)
 
     def _checked(self, name: str, value: torch.Tensor) -> Weight:
         weight = self.source.weight(name)

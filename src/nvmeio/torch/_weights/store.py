@@ -162,6 +162,12 @@ def _naming(weight: Weight, error: Exception) -> Exception:
     return RuntimeError(f"{words}{type(error).__name__}: {error}")
 
 
+def _abandon_all(reads: dict[_Reading, None]) -> None:
+    for reading in list(reads):
+        reading.abandon()
+    reads.clear()
+
+
 def _own_holders() -> int:
     weight = Weight("", (1,), torch.uint8, torch.uint8, ())
     values = _Values(weight, np.empty(1, np.uint8))
@@ -199,6 +205,9 @@ class Store:
         self._used = 0
         self._freed: deque[int] = deque()
         self._handle = default_handle()
+        # A handle keeps the memory of what nobody waits for.
+        self._reads: dict[_Reading, None] = {}
+        weakref.finalize(self, _abandon_all, self._reads).atexit = False
         self.bytes_read = self.hits = self.waits = self.bytes_peak = 0
 
     def _least(self, calls: Iterable[Sequence[Weight]]) -> int:
@@ -258,12 +267,14 @@ class Store:
             values = reading.wait()
         except BaseException:
             with self._lock:
+                self._reads.pop(reading, None)
                 if weight.reading is reading:
                     weight.reading = None
                     self._missing += 1
             reading.abandon()
             raise
         with self._lock:
+            self._reads.pop(reading, None)
             if weight.reading is reading:
                 weight.reading = None
                 weight.values = values
@@ -293,6 +304,7 @@ class Store:
         request = self._handle.submit_read_many(items) if items else None
         self.bytes_read += weight.stored_bytes
         weight.reading = _Reading(weight, stored, memory, request)
+        self._reads[weight.reading] = None
         self._missing -= 1
         return weight.reading
 
@@ -387,6 +399,7 @@ class Store:
             if self._used <= limit:
                 return
             assert weight.reading is not None
+            self._reads.pop(weight.reading, None)
             weight.reading.abandon()
             weight.reading = None
             self._missing += 1
