@@ -773,6 +773,8 @@ HOSTILE = {
     "private": {"__class__": []},
     "method": {"value": []},
     "no float": {"float": "1e400"},
+    "too few bits": {"float": "nan:7ff8"},
+    "bits of a number": {"complex": ["nan:3ff0000000000000", "0.0"]},
     "no bytes": {"bytes": "ä"},
     "no complex": {"complex": [1]},
     "no scalar": {"scalar": ["O", ""]},

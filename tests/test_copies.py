@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -742,7 +741,9 @@ def test_a_thread_that_removes_and_one_that_copies_have_one_lock(tmp_path, monke
     assert begun.wait(20)
     removing = threading.Thread(target=saver.remove, args=(1,))
     removing.start()
-    time.sleep(0.1)
+    # It waits for the other thread instead of finding its lock.
+    removing.join(0.2)
+    assert removing.is_alive()
     go_on.set()
     removing.join()
     saver.drained.result()
@@ -750,11 +751,9 @@ def test_a_thread_that_removes_and_one_that_copies_have_one_lock(tmp_path, monke
     assert Checkpointer(tmp_path / "new", drain_to=tmp_path / "far").steps() == [2, 3]
 
 
-@pytest.mark.parametrize("when", ["waiting", "copied"])
-def test_a_step_that_vanishes_before_its_copy_is_an_error(
-    tmp_path, far, shelf, monkeypatch, when
-):
-    """Another program has renamed it.  A step that this has pruned is none."""
+@pytest.fixture
+def held_drain(monkeypatch):
+    """Hold copies when they begin: an event that one has, and one that lets them go on."""
     begun, go_on = threading.Event(), threading.Event()
     run = Drain.start
 
@@ -764,6 +763,15 @@ def test_a_step_that_vanishes_before_its_copy_is_an_error(
         run(drain)
 
     monkeypatch.setattr(Drain, "start", start)
+    return begun, go_on
+
+
+@pytest.mark.parametrize("when", ["waiting", "copied"])
+def test_a_step_that_vanishes_before_its_copy_is_an_error(
+    tmp_path, far, shelf, held_drain, when
+):
+    """Another program has renamed it.  A step that this has pruned is none."""
+    begun, go_on = held_drain
     saver = Checkpointer(tmp_path / "near", drain_to=far)
     saver.save(1, {"w": np.full(5000, 1)})
     assert begun.wait(20)
@@ -778,16 +786,8 @@ def test_a_step_that_vanishes_before_its_copy_is_an_error(
         saver.close()
 
 
-def test_a_step_that_was_pruned_before_its_copy_is_no_error(tmp_path, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
-    run = Drain.start
-
-    def start(drain):
-        begun.set()
-        assert go_on.wait(20)
-        run(drain)
-
-    monkeypatch.setattr(Drain, "start", start)
+def test_a_step_that_was_pruned_before_its_copy_is_no_error(tmp_path, held_drain):
+    begun, go_on = held_drain
     with Checkpointer(tmp_path / "near", drain_to=tmp_path / "far", keep=1) as saver:
         saver.save(5, {"w": np.full(5000, 5)})
         assert begun.wait(20)

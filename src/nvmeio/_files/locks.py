@@ -78,13 +78,16 @@ class WriterLock(_Lock):
         self.path = os.path.join(folder, name)
         self.owner, self.doing = owner, doing
         # Of two threads, the second would find the lock of the first.
-        self._taking = threading.Lock()
+        self._taking, self._taker = threading.Lock(), os.getpid()
 
     def take(self) -> bool:
         """Take the lock; return False if it was held already.
 
         Raises BlockingIOError, with the holder's name, if another has it.
         """
+        if self._taker != os.getpid():
+            # Another thread may have held it when this child was forked.
+            self._taking, self._taker = threading.Lock(), os.getpid()
         with self._taking:
             return self._take()
 

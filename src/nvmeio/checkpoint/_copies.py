@@ -110,7 +110,7 @@ class Copies:
                     self.place.take(step)
                     nbytes = self.place.copy(step, copy)
                 break
-            except (MovedError, FileNotFoundError):
+            except MovedError:
                 if step in self._root.removed:
                     raise CancelledError from None
                 if not exists_now(folder):

@@ -160,8 +160,9 @@ def _float_text(value: float) -> str:
 def _float_of(text: Any) -> float:
     """Return the number that a text is of."""
     if isinstance(text, str) and text.startswith("nan:"):
-        (value,) = struct.unpack(">d", bytes.fromhex(text[4:]))
-        if value == value:
+        bits = bytes.fromhex(text[4:])
+        value = struct.unpack(">d", bits)[0] if len(bits) == 8 else 0.0
+        if not math.isnan(value):
             raise ValueError
         return float(value)
     return float(text)
