@@ -100,8 +100,7 @@ thread_count_consolidation
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         # What failed saves have left, before it is missed as space.
-        own = None if self.use_collectives else self._own_prefix()
-        _remove_parts(os.fspath(self.path), own or "")
+        _remove_parts(os.fspath(self.path), self._own_prefix())
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -151,16 +150,17 @@ thread_count_consolidation
         parts = {each.storage_data.relative_path for each in all_}
         for each in all_:
             each.storage_data.relative_path = _whole(each.storage_data.relative_path)
-        prefix = "" if self.use_collectives else self._own_prefix()
         self._give_names(folder, parts)
         if not self.save_distributed:
             self._write_index(folder, all_, metadata)
         elif self.enable_consolidation:
             self._consolidate(folder, all_, metadata)
-        self._remove_old(folder, set(map(_whole, parts)), prefix)
+        self._remove_old(folder, set(map(_whole, parts)), self._own_prefix())
 
     def _own_prefix(self) -> str:
-        return f"shard-{(self.rank or 0) + 1:05d}-" if self.save_distributed else ""
+        """Return how the names begin of the files that this rank may remove."""
+        alone = self.save_distributed and not self.use_collectives
+        return f"shard-{(self.rank or 0) + 1:05d}-" if alone else ""
 
     def _give_names(self, folder: str, parts: Iterable[str]) -> None:
         """Rename the files of this save to their final names, durably."""
