@@ -341,7 +341,10 @@ class Store:
             for pause in (*[0.001] * 10, None):
                 if self._used <= limit:
                     break
-                gc.collect() if pause is None else time.sleep(pause)
+                if pause is None:
+                    gc.collect()
+                else:
+                    time.sleep(pause)
                 self._forget_to(limit, distance)
         if self._used > limit:
             if demanded:

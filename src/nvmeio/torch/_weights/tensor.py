@@ -85,16 +85,12 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     ) -> Any:
         """Return the result of an operation on the values, which is made when needed."""
         size, stride, offset = self.size(), self.stride(), self.storage_offset()
+        how = (function, self, arguments, options, None)
+        # Without a tensor on the meta device, because layers do these all the time.
         if function is aten.t.default:
-            return self._made_by(
-                (function, self, arguments, options, None),
-                (size[::-1], stride[::-1], offset, self.dtype),
-            )
+            return self._made_by(how, size[::-1], stride[::-1], offset, self.dtype)
         if function is aten.detach.default:
-            return self._made_by(
-                (function, self, arguments, options, None),
-                (size, stride, offset, self.dtype),
-            )
+            return self._made_by(how, size, stride, offset, self.dtype)
         whole = torch.empty(
             offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),
             dtype=self.dtype,
@@ -107,14 +103,23 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         found = [
             self._made_by(
                 (function, self, arguments, options, index if several else None),
-                (each.size(), each.stride(), each.storage_offset(), each.dtype),
+                each.size(),
+                each.stride(),
+                each.storage_offset(),
+                each.dtype,
             )
             for index, each in enumerate(made if several else [made])
         ]
         return found if several else found[0]
 
-    def _made_by(self, made: Any, like: Any) -> "DiskParameter":
-        size, stride, offset, dtype = like
+    def _made_by(
+        self,
+        made: Any,
+        size: Sequence[int],
+        stride: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> "DiskParameter":
         return DiskParameter._new(
             size, stride, offset, dtype, self._weight, self._store, made
         )
