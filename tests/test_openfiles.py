@@ -1,10 +1,9 @@
 """Files named by path: opened once, checked again by each request, and closed."""
 
+import contextlib
 import errno
 import os
-import subprocess
-import sys
-import textwrap
+import resource
 
 import pytest
 
@@ -16,6 +15,7 @@ from helpers import (
     cool,
     descriptors_below,
     left_open,
+    limit,
     pattern,
     plugged,
 )
@@ -138,89 +138,78 @@ def test_different_spellings_of_a_path_share_one_file(handle, path):
     assert targets == [b"12345678"] * len(spellings)
 
 
-def test_hundreds_of_files_in_flight_need_few_descriptors(engine, folder):
-    """Submission waits for completions if descriptors run out."""
-    code = """
-        import errno, os, resource, sys
-        import nvmeio
+@contextlib.contextmanager
+def few_descriptors(count):
+    """Let this process open about so many more descriptors; yield whether none is left."""
+    free = os.dup(0)
+    os.close(free)
 
-        folder, engine = sys.argv[1:]
-        plug = os.path.join(folder, "plug")
-        with open(plug, "wb") as file:
-            file.truncate(16 << 20)
-        memory = bytearray(16 << 20)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-        names = [os.path.join(folder, str(number)) for number in range(300)]
-        met = False
-        with nvmeio.Handle(block_size=4096, queue_depth=1, engine=engine) as handle:
-            # While these take turns of 1 MiB in small blocks, what comes after them stays
-            # open.
-            with nvmeio.File(plug) as file:
-                plugs = [handle.submit_read(memory, file) for _ in range(12)]
-            writes = []
-            for number, name in enumerate(names):
-                content = number.to_bytes(4, "little") * 100
-                writes.append(handle.submit_write(content, name))
-                try:
-                    # Two, as a file takes.
-                    ends = os.pipe()
-                except OSError as error:
-                    met = error.errno == errno.EMFILE
-                else:
-                    for end in ends:
-                        os.close(end)
-            assert met
-            assert {request.wait() for request in plugs} == {len(memory)}
-            assert sum(request.wait() for request in writes) == 300 * 400
-            targets = [bytearray(400) for _ in names]
-            requests = [handle.submit_read(*of) for of in zip(targets, names)]
-            assert sum(request.wait() for request in requests) == 300 * 400
-            assert all(
-                target == number.to_bytes(4, "little") * 100
-                for number, target in enumerate(targets)
-            )
-            assert handle.stats()["engine"] == engine
-            assert handle.stats()["requests"] == 612
-    """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(folder), engine],
-        check=True,
-        timeout=60,
-    )
+    def none_left():
+        try:
+            # Two, as a file takes.
+            ends = os.pipe()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            return True
+        for end in ends:
+            os.close(end)
+        return False
+
+    with limit(resource.RLIMIT_NOFILE, free + count):
+        yield none_left
+
+
+def cancel_all(plugs):
+    for plug in reversed(plugs):
+        plug.cancel()
+
+
+def test_hundreds_of_files_in_flight_need_few_descriptors(slow_handle, folder):
+    """Submission waits for completions if descriptors run out."""
+    contents = {folder / str(number): pattern(400, number) for number in range(300)}
+    met = False
+    with plugged(slow_handle, folder) as plugs, few_descriptors(24) as none_left:
+        writes = []
+        for name, content in contents.items():
+            writes.append(slow_handle.submit_write(content, name))
+            if not met and none_left():
+                met = True
+                assert not any(request.done() for request in writes)
+                cancel_all(plugs)
+        assert met
+        assert [request.wait() for request in writes] == [400] * 300
+        targets = [bytearray(400) for _ in contents]
+        requests = [
+            slow_handle.submit_read(*of) for of in zip(targets, contents, strict=True)
+        ]
+        assert [request.wait() for request in requests] == [400] * 300
+    assert targets == list(contents.values())
+    assert left_open(folder) == []
 
 
 @pytest.mark.parametrize("by", ["object", "descriptor"])
-def test_requests_of_one_file_object_need_few_descriptors(engine, path, by):
+def test_requests_of_one_file_object_need_few_descriptors(slow_handle, path, by):
     """Each request opens its own file; submission waits for one that is done."""
-    code = """
-        import resource, sys
-        import nvmeio
-
-        path, engine, by = sys.argv[1:]
-        with open(path, "wb") as file:
-            file.write(bytes(range(256)) * (1 << 16))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-        with (
-            nvmeio.Handle(block_size=4096, queue_depth=1, engine=engine) as handle,
-            open(path, "rb") as file,
-        ):
-            whole = bytearray(1 << 24)
-            # While this goes on in small blocks, what comes after it stays open.
-            handle.submit_read(whole, path)
-            named = file if by == "object" else file.fileno()
-            targets = [bytearray(4) for _ in range(250)]
-            requests = [
-                handle.submit_read(target, named, offset)
-                for offset, target in enumerate(targets)
-            ]
-            assert sum(request.wait() for request in requests) == 1000
-            assert [target[3] for target in targets] == list(range(3, 253))
-    """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(path), engine, by],
-        check=True,
-        timeout=60,
-    )
+    content = pattern(1000)
+    path.write_bytes(content)
+    targets = [bytearray(4) for _ in range(250)]
+    met = False
+    with (
+        open(path, "rb") as file,
+        plugged(slow_handle, path.parent) as plugs,
+        few_descriptors(24) as none_left,
+    ):
+        named = file if by == "object" else file.fileno()
+        requests = []
+        for offset, target in enumerate(targets):
+            requests.append(slow_handle.submit_read(target, named, offset))
+            if not met and none_left():
+                met = True
+                cancel_all(plugs)
+        assert met
+        assert [request.wait() for request in requests] == [4] * 250
+    assert targets == [content[offset : offset + 4] for offset in range(250)]
 
 
 @pytest.mark.parametrize("by", ["object", "descriptor"])
