@@ -155,7 +155,7 @@ test-models: build $(TESTS_INSTALLED)
 
 # transformers has the most ways to load, and the others use functions of huggingface_hub.
 test-models-short: build $(TESTS_INSTALLED)
-	scripts/test-models $(PY) -k 'variable and (transformers or hub)'
+	scripts/test-models $(PY) -k '(variable and (transformers or hub)) or disk_offload'
 
 # FORMATS is passed to pytest, such as FORMATS='-k megatron'.
 test-formats: build $(TESTS_INSTALLED)

@@ -15,7 +15,7 @@ __all__ = ["examples", "run_example"]
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # Examples that import these run in tests/deepspeed and tests/models, which install them.
-ELSEWHERE = {"deepspeed", "lightning"}
+ELSEWHERE = {"deepspeed", "lightning", "transformers"}
 
 
 def examples(*packages):

@@ -17,6 +17,7 @@ import nvmeio.safetensors.torch as st
 import nvmeio.torch
 from helpers import descriptors_below
 from nvmeio.safetensors import SafetensorError
+from nvmeio.torch._weights.lazy import LazyTensor, arranged
 from nvmeio.torch._weights.order import Order
 
 WIDTH = 64
@@ -588,6 +589,76 @@ def test_functional_call_uses_the_weights(tmp_path):
     nvmeio.torch.disk_offload(model, path, memory=least(model, path))
     found = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
     assert torch.equal(found, expected)
+
+
+def arrange(numbers, tensor, lazy, steps):
+    """Do the same random operations to a tensor and to one without values."""
+    for _ in range(steps):
+        ndim, count = tensor.ndim, tensor.numel()
+        dim, other = (int(numbers.integers(ndim)) for _ in range(2))
+        size = tensor.shape[dim]
+        index = int(numbers.integers(size)) if size else 0
+        order = numbers.permutation(ndim).tolist()
+        operations = [
+            lambda x, dim=dim: torch.stack([x, x], dim),
+            lambda x, dim=dim: torch.cat([x, x, x], dim),
+            lambda x, dim=dim: x.chunk(2, dim)[-1],
+            lambda x, dim=dim, other=other: x.transpose(dim, other),
+            lambda x, order=order: x.permute(order),
+            lambda x: x.flatten().unsqueeze(0),
+            lambda x: x.reshape(-1, 2) if x.numel() % 2 == 0 else x.contiguous(),
+            lambda x, dim=dim, index=index: x.narrow(dim, index, x.shape[dim] - index),
+        ]
+        if ndim > 1 and size:
+            operations += [
+                lambda x, dim=dim, index=index: x.select(dim, index),
+                lambda x, dim=dim, size=size: torch.split(x, [1, size - 1], dim)[0],
+                lambda x, dim=dim: x.unbind(dim)[-1],
+                lambda x: x[:, ::2],
+            ]
+        if count < 4000:
+            operation = operations[numbers.integers(len(operations))]
+            tensor, lazy = operation(tensor), operation(lazy)
+            assert tensor.shape == lazy.shape
+    return tensor, lazy
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_loader_arranges_is_found_in_the_files(seed):
+    """As runs of elements, and as what is made of whole tensors."""
+    numbers = np.random.default_rng(seed)
+    for _ in range(200):
+        shape = numbers.integers(1, 5, numbers.integers(1, 4)).tolist()
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        lazy = LazyTensor.of("a", shape, whole.dtype)
+        expected, lazy = arrange(numbers, whole, lazy, 5)
+        found = arranged(lazy)
+        assert torch.equal(found.make({"a": whole}), expected)
+        if found.runs is not None:
+            runs = [whole.flatten()[begin:][:length] for _, begin, length in found.runs]
+            assert torch.equal(torch.cat([whole[:0].flatten(), *runs]), expected.flatten())
+
+
+def test_long_runs_are_read_where_they_are_needed():
+    """And many short ones not at all: the tensors are read whole."""
+    gate, up = (LazyTensor.of(name, (8, 64, 32), torch.float32) for name in ("gate", "up"))
+    found = arranged(torch.cat([gate, up], dim=1))
+    assert found.runs[:3] == [("gate", 0, 2048), ("up", 0, 2048), ("gate", 2048, 2048)]
+    assert arranged(up[3:5]).runs == [("up", 3 * 2048, 2 * 2048)]
+    assert arranged(gate.transpose(1, 2)).runs is None
+    # Without numbers for each row.
+    table = LazyTensor.of("table", (1 << 40, 8), torch.float32)
+    assert arranged(table[5 : 1 << 39]).runs == [("table", 40, ((1 << 39) - 5) * 8)]
+
+
+def test_a_loader_that_computes_is_refused():
+    tensor = LazyTensor.of("a", (4,), torch.float32)
+    for compute in (lambda x: x * 2, lambda x: x.cumsum(0), lambda x: x[torch.tensor([0])]):
+        with pytest.raises(NotImplementedError, match="a is loaded through aten"):
+            compute(tensor)
+    twice = tensor.to(torch.float16).to(torch.float64)
+    with pytest.raises(NotImplementedError, match="several dtypes"):
+        arranged(twice)
 
 
 class TestOrder:

@@ -40,6 +40,7 @@ def training(model: torch.nn.Module, batches: Iterator[torch.Tensor]) -> None:
 def computing(model: torch.nn.Module) -> torch.nn.Module:
     model = nvmeio.torch.disk_offload(model, "model.safetensors", memory="1GiB")
     print(nvmeio.torch.disk_stats(model)["bytes_read"])
+    nvmeio.torch.load_disk_offload("folder", memory="1GiB", dtype=torch.bfloat16)
     return nvmeio.torch.remove_disk_offload(model)
 
 

@@ -25,7 +25,12 @@ from nvmeio.torch.data import (
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
-from nvmeio.torch.weights import disk_offload, disk_stats, remove_disk_offload
+from nvmeio.torch.weights import (
+    disk_offload,
+    disk_stats,
+    load_disk_offload,
+    remove_disk_offload,
+)
 
 __all__ = [
     "ArrayDataset",
@@ -41,6 +46,7 @@ __all__ = [
     "empty",
     "empty_like",
     "load",
+    "load_disk_offload",
     "offload",
     "remove_disk_offload",
     "save",

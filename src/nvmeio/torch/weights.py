@@ -1,10 +1,11 @@
 """Compute with models whose weights stay on a drive."""
 
+import contextlib
 import os
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,17 @@ from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.loading import look_up
 from nvmeio._safetensors.places import naming_model, places_of
 from nvmeio._tensors.dtypes import torch_dtype
-from nvmeio.torch._weights.store import Extent, Store, Weight
+from nvmeio.torch._weights.lazy import LazyTensor, arranged
+from nvmeio.torch._weights.pretrained import (
+    by_expert,
+    is_pretrained,
+    loaded_from,
+    loaded_like,
+)
+from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Store, Weight
 from nvmeio.torch._weights.tensor import DiskParameter
 
-__all__ = ["disk_offload", "disk_stats", "remove_disk_offload"]
+__all__ = ["disk_offload", "disk_stats", "load_disk_offload", "remove_disk_offload"]
 
 # Modules that pass the weights of the modules within to one operation.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -113,18 +121,137 @@ def disk_offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; it must be a Module")
     limit = size_of("memory", memory, 0)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; it must be a dtype of torch, or None")
-    if any(hasattr(each, _ATTRIBUTE) for each in model.modules()):
-        raise ValueError("the weights of this model are on a drive already")
-    source = _Checkpoint(os.fsdecode(path_of(checkpoint)), dtype)
-    try:
-        offload = _Offload(model, source, limit)
+    _check_dtype(dtype)
+    _check_whole(model)
+    with _opened(checkpoint) as source:
+        tensors = {name: source.tensor(name) for name in source.places}
+        if is_pretrained(model):
+            like, unused = loaded_like(model, tensors)
+            tensors = _lazy_tensors(like)
+        else:
+            known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
+            unused = [name for name in tensors if name not in known]
+        offload = _Offload(model, source, tensors, limit, dtype)
+        offload.warn_of(unused)
         offload.begin()
+    return model
+
+
+def load_disk_offload(
+    folder: Path, *, memory: int | str, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Load a model of transformers whose weights stay on the drive.
+
+    The counterpart of ``AutoModel.from_pretrained``, for a folder on a drive.  The class of
+    the model is the one that its ``config.json`` names.  The weights are renamed, split,
+    stacked and transposed as the installed release of transformers does it, and read when
+    they are used.
+
+    Parameters
+    ----------
+    folder : str, bytes or os.PathLike
+        A folder with ``config.json`` and safetensors files, as ``save_pretrained`` writes
+        them.
+    memory : int or str
+        The limit in bytes for weights in memory, as of `disk_offload`.
+    dtype : torch.dtype, optional
+        The dtype of the model, by default the one that its config names.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        The model, for inference.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder has no ``config.json``, or no safetensors files.
+    ImportError
+        transformers is not installed.
+    NotImplementedError
+        Loading needs more than to rename, cast, split, stack and transpose weights.
+    SafetensorError, OSError
+        As of `disk_offload`.
+    TypeError, ValueError
+        As of `disk_offload`; or the model is quantized, or needs code that is not
+        transformers'.
+
+    Warns
+    -----
+    RuntimeWarning
+        The installed transformers is not the release that models were compared with.
+
+    See Also
+    --------
+    disk_offload : Leave the weights of any model on the drive.
+
+    Notes
+    -----
+    Neither code from the folder nor pickled files are run.  What the files lack is
+    initialized, as ``from_pretrained`` does; it says so, and it stays in memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import transformers
+    >>> config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100)
+    >>> transformers.GPT2LMHeadModel(config).save_pretrained("model")
+    >>> model = nvmeio.torch.load_disk_offload("model", memory="4MiB")
+    >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5).shape
+    torch.Size([1, 8])
+    """
+    limit = size_of("memory", memory, 0)
+    _check_dtype(dtype)
+    place = os.fsdecode(path_of(folder))
+    with _opened(place) as source:
+        tensors = {name: source.tensor(name) for name in source.places}
+        model, _ = loaded_from(place, tensors, dtype)
+        _Offload(model, source, _lazy_tensors(model), limit, None, casts=True).begin()
+    return model
+
+
+@contextlib.contextmanager
+def _opened(checkpoint: Path) -> Iterator["_Checkpoint"]:
+    """Open a checkpoint, and close it if that fails which is done with it."""
+    source = _Checkpoint(os.fsdecode(path_of(checkpoint)))
+    try:
+        yield source
     except BaseException:
         source.close()
         raise
-    return model
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be a dtype of torch, or None")
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse a model whose weights something else manages."""
+    for name, module in model.named_modules():
+        where = f"the module {name}" if name else "the model"
+        if hasattr(module, _ATTRIBUTE):
+            raise ValueError("the weights of this model are on a drive already")
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{where} has hooks of accelerate, which move weights too; load the model "
+                "without device_map, or call accelerate.hooks.remove_hook_from_submodules"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ValueError(
+                f"{name} is a DTensor, distributed over ranks; only models of one process "
+                "can have their weights on a drive"
+            )
+
+
+def _lazy_tensors(model: nn.Module) -> dict[str, LazyTensor]:
+    return {
+        name: value
+        for kind in _KINDS
+        for name, *_, value in _named(model, kind)
+        if isinstance(value, LazyTensor)
+    }
 
 
 def remove_disk_offload(model: nn.Module) -> nn.Module:
@@ -209,8 +336,8 @@ def _offload_of(model: nn.Module) -> "_Offload":
 class _Checkpoint:
     """The open files of a checkpoint, and the weights in them."""
 
-    def __init__(self, path: str, dtype: torch.dtype | None) -> None:
-        self.path, self.dtype = path, dtype
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.places = places_of(path)
         self.files: dict[str, ModelFile] = {}
         try:
@@ -221,15 +348,49 @@ class _Checkpoint:
             self.close()
             raise
 
-    def weight(self, name: str) -> Weight:
+    def tensor(self, name: str) -> LazyTensor:
+        """Return a tensor of the checkpoint, without its values."""
         place = self.places[name]
-        file = self.files[place]
         with naming_model(place):
-            _, kind, shape, begin, end = look_up(file, name)
-            stored = torch_dtype(kind)
-        converts = self.dtype is not None and stored.is_floating_point
-        extent = Extent(file, file.offset(begin), end - begin, 0)
-        return Weight(name, shape, stored, self.dtype if converts else stored, [extent])
+            _, kind, shape, *_ = look_up(self.files[place], name)
+            return LazyTensor.of(name, shape, torch_dtype(kind))
+
+    def weight(
+        self, name: str, value: LazyTensor, dtype: torch.dtype | None, casts: bool
+    ) -> Weight:
+        """Return the weight that a loader has made of tensors of the checkpoint."""
+        found = arranged(value)
+        if dtype is None or not found.stored.is_floating_point:
+            dtype = found.dtype if casts else found.stored
+        parts: dict[str, Part] = {}
+        extents = []
+        if found.runs is not None:
+            size = found.stored.itemsize
+            at = 0
+            for tensor, begin, count in found.runs:
+                extents.append(self._extent(tensor, begin * size, count * size, at))
+                at += count * size
+        else:
+            at = 0
+            for tensor in found.names:
+                shape = self.tensor(tensor).shape
+                nbytes = shape.numel() * found.stored.itemsize
+                parts[tensor] = Part(shape, at)
+                extents.append(self._extent(tensor, 0, nbytes, at))
+                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return Weight(
+            name,
+            value.shape,
+            found.stored,
+            dtype,
+            extents,
+            Making(parts, found.make) if parts else None,
+        )
+
+    def _extent(self, name: str, begin: int, nbytes: int, place: int) -> Extent:
+        file = self.files[self.places[name]]
+        first = look_up(file, name)[3]
+        return Extent(file, file.offset(first) + begin, nbytes, place)
 
     def close(self) -> None:
         for file in self.files.values():
@@ -252,13 +413,26 @@ def _some(names: Sequence[str]) -> str:
 class _Offload:
     """A model whose weights are on a drive, and where its parameters are in its modules."""
 
-    def __init__(self, model: nn.Module, source: _Checkpoint, limit: int) -> None:
-        self.model, self.source = model, source
+    def __init__(
+        self,
+        model: nn.Module,
+        source: _Checkpoint,
+        tensors: Mapping[str, LazyTensor],
+        limit: int,
+        dtype: torch.dtype | None,
+        *,
+        casts: bool = False,
+    ) -> None:
+        self.model, self.source, self.tensors = model, source, tensors
+        self.dtype, self.casts = dtype, casts
         self.weights: dict[int, Weight] = {}  # by the identity of the parameter before
         self.slots: list[tuple[nn.Module, str, Weight]] = []
         self.buffers: list[tuple[nn.Module, str, Weight]] = []
         self._find_weights()
+        self.experts = by_expert(model)
+        self._split_experts()
         calls = self._calls()
+        del self.tensors
         used = list({weight: None for _, _, weight in self.slots})
         self.store = Store(used, calls, limit)
         # The parameters keep the store, and that the files.
@@ -267,7 +441,7 @@ class _Offload:
     def _find_weights(self) -> None:
         missing = []
         for name, _, _, value in _named(self.model, "_parameters"):
-            if name in self.source.places and id(value) not in self.weights:
+            if name in self.tensors and id(value) not in self.weights:
                 self.weights[id(value)] = self._checked(name, value)
         for name, module, slot, value in _named(self.model, "_parameters"):
             weight = self.weights.get(id(value))
@@ -276,7 +450,7 @@ class _Offload:
             elif value.is_meta:
                 missing.append(name)
         for name, module, slot, value in _named(self.model, "_buffers"):
-            if name in self.source.places:
+            if name in self.tensors:
                 self.buffers.append((module, slot, self._checked(name, value)))
             elif value.is_meta:
                 missing.append(name)
@@ -287,20 +461,23 @@ class _Offload:
             )
         if not self.slots:
             raise ValueError(f"{self.source.path} has no parameter of the model")
-        known = {name for kind in _KINDS for name, *_ in _named(self.model, kind)}
-        if unused := [name for name in self.source.places if name not in known]:
-            alone = [
-                name
-                for name, *_, value in _named(self.model, "_parameters")
-                if id(value) not in self.weights
-            ]
-            words = f"the model has no {_some(unused)}, which {self.source.path} has"
-            if alone:
-                words += f"; and {_some(alone)}, which that lacks, stay in memory"
-            warnings.warn(words, RuntimeWarning, stacklevel=4)
+
+    def warn_of(self, unused: Sequence[str]) -> None:
+        """Warn of tensors of the checkpoint that the model does not have."""
+        if not unused:
+            return
+        alone = [
+            name
+            for name, *_, value in _named(self.model, "_parameters")
+            if id(value) not in self.weights
+        ]
+        words = f"the model has no {_some(unused)}, which {self.source.path} has"
+        if alone:
+            words += f"; and {_some(alone)}, which that lacks, stay in memory"
+        warnings.warn(words, RuntimeWarning, stacklevel=3)
 
     def _checked(self, name: str, value: torch.Tensor) -> Weight:
-        weight = self.source.weight(name)
+        weight = self.source.weight(name, self.tensors[name], self.dtype, self.casts)
         if weight.shape != value.shape:
             raise ValueError(
                 f"{name} has the shape {tuple(weight.shape)} in {self.source.path}, and "
@@ -310,19 +487,26 @@ class _Offload:
             raise ValueError(f"{name} is on {value.device}; it must be on the CPU or meta")
         return weight
 
+    def _split_experts(self) -> None:
+        """Let experts be read one by one, where the model computes with them so."""
+        for module in self.experts.modules:
+            for value in module._parameters.values():
+                weight = self.weights.get(id(value))
+                if weight is not None and weight.shape[:1] == (module.num_experts,):
+                    weight.split()
+
     def _calls(self) -> list[list[Weight]]:
         """Return which weights are passed to one operation, at most."""
         calls = []
         for module in self.model.modules():
             own = module.modules() if isinstance(module, _WHOLE) else [module]
-            calls.append(
-                [
-                    self.weights[id(value)]
-                    for each in own
-                    for value in each._parameters.values()
-                    if id(value) in self.weights
-                ]
-            )
+            found = [
+                self.weights[id(value)]
+                for each in own
+                for value in each._parameters.values()
+                if id(value) in self.weights
+            ]
+            calls.append([each.parts[0] if each.parts else each for each in found])
         return calls
 
     def begin(self) -> None:
@@ -334,6 +518,7 @@ class _Offload:
         for (module, slot, _), value in zip(self.buffers, buffers, strict=True):
             module._buffers[slot] = value
         _refresh(self.model)
+        self.experts.begin()
         for module in self.model.modules():
             if any(type(each) is DiskParameter for each in module.parameters()):
                 module._apply = types.MethodType(_apply, module)
@@ -347,7 +532,8 @@ class _Offload:
         for _, module, slot, value in _named(model, "_parameters"):
             if type(value) is DiskParameter:
                 if id(value) not in made:
-                    made[id(value)] = nn.Parameter(value.clone(), requires_grad=False)
+                    found = _read_now(value.weight)
+                    made[id(value)] = nn.Parameter(found, requires_grad=False)
                 slots.append((module, slot, made[id(value)]))
         for module, slot, value in slots:
             module._parameters[slot] = value
@@ -355,6 +541,7 @@ class _Offload:
         for module in model.modules():
             vars(module).pop("_apply", None)
             _unhook(module)
+        by_expert(model).end()
         delattr(model, _ATTRIBUTE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Offload":
@@ -377,9 +564,9 @@ def _unhook(module: nn.Module) -> None:
 
 
 def _read_now(weight: Weight) -> torch.Tensor:
-    """Read a buffer."""
-    store = Store([weight], [], weight.room)
-    return store.fetch([weight])[weight].clone()
+    """Read a buffer, or a weight whatever the limit is."""
+    alone = weight.copy()
+    return Store([alone], [], alone.room).fetch([alone])[alone].clone()
 
 
 def _refresh(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import NamedTuple
 
@@ -28,12 +28,16 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio.default import default_handle
 from nvmeio.torch._weights.order import Order
 
-__all__ = ["Extent", "Store", "Weight"]
+__all__ = ["ALIGNMENT", "BY_EXPERT", "Extent", "Making", "Part", "Store", "Weight"]
 
+# Of memory, as torch allocates it.
+ALIGNMENT = 64
 # How many bytes are read ahead, at least two weights.
 AHEAD_BYTES = 64 << 20
 # How many of the coming uses are looked at for weights to read ahead.
 AHEAD_USES = 64
+# The name of what computes with experts one by one, to transformers.
+BY_EXPERT = "nvmeio"
 # How much idle memory of the pool is left to it.
 IDLE_BYTES = 32 << 20
 
@@ -47,8 +51,25 @@ class Extent(NamedTuple):
     place: int
 
 
+class Part(NamedTuple):
+    """A tensor of the checkpoint, and where it begins in what is read for a weight."""
+
+    shape: torch.Size
+    place: int
+
+
+class Making(NamedTuple):
+    """How a weight is made of tensors that are read whole, given by their names."""
+
+    parts: Mapping[str, Part]
+    make: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
 class Weight:
-    """A tensor of the checkpoint."""
+    """A weight of the model, and where its bytes are; these are its values in their order.
+
+    With `making`, these are tensors of which it is made.
+    """
 
     def __init__(
         self,
@@ -57,12 +78,18 @@ class Weight:
         stored: torch.dtype,
         dtype: torch.dtype,
         extents: Sequence[Extent],
+        making: Making | None = None,
     ) -> None:
         self.name = name
         self.shape = torch.Size(shape)
         self.stored, self.dtype = stored, dtype
-        self.extents = extents
-        self.stored_bytes = sum(each.nbytes for each in extents)
+        self.extents, self.making = extents, making
+        # Those of its first dimension, if these are also read one by one.
+        self.parts: list[Weight] = []
+        self.is_part = False
+        # Whether it is a part that will be needed soon.
+        self.is_soon = False
+        self.stored_bytes = max((each.place + each.nbytes for each in extents), default=0)
         self.nbytes: int = self.shape.numel() * dtype.itemsize
         # What is in memory: the values, or their bytes on the way.
         self.values: _Values | None = None
@@ -71,7 +98,51 @@ class Weight:
     @property
     def room(self) -> int:
         """The memory that is needed to read it: for the bytes as stored, and converted."""
-        return self.nbytes + (0 if self.stored == self.dtype else self.stored_bytes)
+        more = self.stored_bytes if self.is_converted else 0
+        if self.making is not None:
+            more += self.shape.numel() * self.stored.itemsize
+        return self.nbytes + more
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the bytes as stored are not the values."""
+        return self.making is not None or self.stored != self.dtype
+
+    def copy(self) -> "Weight":
+        """Return the same weight, of which nothing is in memory."""
+        return Weight(
+            self.name, self.shape, self.stored, self.dtype, self.extents, self.making
+        )
+
+    def split(self) -> None:
+        """Let the parts of the first dimension be read one by one."""
+        if self.making is not None or len(self.shape) < 2 or not self.shape[0]:
+            return
+        size = self.stored_bytes // self.shape[0]
+        pieces: list[list[Extent]] = [[] for _ in range(self.shape[0])]
+        for file, offset, nbytes, place in self.extents:
+            done = 0
+            while done < nbytes:
+                number, begin = divmod(place + done, size)
+                count = min(size - begin, nbytes - done)
+                pieces[number].append(Extent(file, offset + done, count, begin))
+                done += count
+        for number, extents in enumerate(pieces):
+            part = Weight(
+                f"{self.name}[{number}]", self.shape[1:], self.stored, self.dtype, extents
+            )
+            part.is_part = True
+            self.parts.append(part)
+
+    def values_of(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Return the values, in the dtype in which they are stored."""
+        if self.making is None:
+            return _over(stored, self.stored, self.shape)
+        parts = {
+            name: _over(stored[part.place :], self.stored, part.shape)
+            for name, part in self.making.parts.items()
+        }
+        return self.making.make(parts)
 
 
 class _Values:
@@ -90,6 +161,12 @@ def _holders(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count + sys.getrefcount(tensor)
+
+
+def _is_held(weight: Weight) -> bool:
+    """Return whether a weight is not in memory, or cannot be forgotten."""
+    # No name for the values here: it would hold them.
+    return weight.values is None or weight.values.are_held()
 
 
 class _Reading:
@@ -124,8 +201,9 @@ class _Reading:
                 assert self.stored is not None
                 assert self.memory is not None
                 if self.stored is not self.memory:
-                    stored = _over(self.stored, weight.stored, weight.shape)
-                    _over(self.memory, weight.dtype, weight.shape).copy_(stored)
+                    made = weight.values_of(self.stored)
+                    _over(self.memory, weight.dtype, weight.shape).copy_(made)
+                    del made
                 self.values = _Values(weight, self.memory)
                 self.stored = self.memory = None
             return self.values
@@ -188,9 +266,10 @@ class Store:
     def __init__(
         self, weights: Sequence[Weight], calls: Iterable[Sequence[Weight]], limit: int
     ) -> None:
-        self.weights, self.limit = list(weights), limit
+        self.limit = limit
+        self.weights = [*weights, *(part for each in weights for part in each.parts)]
         self.numbers = {weight: number for number, weight in enumerate(self.weights)}
-        self.total_bytes = sum(weight.nbytes for weight in self.weights)
+        self.total_bytes = sum(weight.nbytes for weight in weights)
         self.least = self._least(calls)
         if limit < self.least:
             raise ValueError(
@@ -198,9 +277,13 @@ class Store:
                 f"({in_binary(self.least)}) or more: what the largest layer needs, and the "
                 "largest weight, which is read ahead of it"
             )
-        self._order = Order(range(len(self.weights)))
+        whole = [number for number, each in enumerate(weights) if not each.parts]
+        self._order = Order(whole)
         self._lock = threading.RLock()
-        self._missing = len(self.weights)
+        # How many weights are not in memory, without those that are read in parts.
+        self._missing = len(whole)
+        # The parts in memory, the ones that were used last at the end.
+        self._recent: dict[Weight, None] = {}
         self._process = os.getpid()
         self._used = 0
         self._freed: deque[int] = deque()
@@ -216,7 +299,7 @@ class Store:
             distinct = dict.fromkeys(call)
             converted = max((each.room - each.nbytes for each in distinct), default=0)
             most = max(most, sum(each.nbytes for each in distinct) + converted)
-        return most + max((each.room for each in self.weights), default=0)
+        return most + max((each.room for each in self.weights if not each.parts), default=0)
 
     def fetch(self, wanted: Sequence[Weight]) -> dict[Weight, torch.Tensor]:
         """Return the values of weights, which stay in memory while they are held."""
@@ -229,7 +312,11 @@ class Store:
         readings: dict[Weight, _Reading] = {}
         with self._lock:
             for weight in wanted:
-                if self._missing:
+                if weight.is_part:
+                    weight.is_soon = False
+                    if self._recent.pop(weight, self) is None:
+                        self._recent[weight] = None
+                elif self._missing:
                     self._order.use(self.numbers[weight])
                 # What is needed now is held, so it is not forgotten for what comes.
                 if weight.values is not None:
@@ -270,7 +357,7 @@ class Store:
                 self._reads.pop(reading, None)
                 if weight.reading is reading:
                     weight.reading = None
-                    self._missing += 1
+                    self._count_missing(weight, 1)
             reading.abandon()
             raise
         with self._lock:
@@ -278,7 +365,31 @@ class Store:
             if weight.reading is reading:
                 weight.reading = None
                 weight.values = values
+                if weight.is_part:
+                    self._recent[weight] = None
         return values
+
+    def prefetch(self, parts: Iterable[Weight]) -> None:
+        """Start to read parts that are needed next, as far as there is room."""
+        with self._lock:
+            missing = []
+            for part in parts:
+                part.is_soon = True
+                if part.values is None and part.reading is None:
+                    missing.append(part)
+            for part in missing:
+                if self._start(part, demanded=False) is None:
+                    break
+
+    def forget_soon(self, parts: Iterable[Weight]) -> None:
+        """End what prefetch() has begun: these parts are needed no sooner than others."""
+        with self._lock:
+            for part in parts:
+                part.is_soon = False
+
+    def _count_missing(self, weight: Weight, count: int) -> None:
+        if not weight.is_part and not weight.parts:
+            self._missing += count
 
     def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Allocate memory that counts until nobody holds it."""
@@ -293,7 +404,7 @@ class Store:
         if not self._make_room(weight, demanded):
             return None
         memory = stored = self.memory(weight.nbytes)
-        if weight.stored != weight.dtype:
+        if weight.is_converted:
             stored = self.memory(weight.stored_bytes)
         whole = stored[: weight.stored_bytes]
         items = [
@@ -305,7 +416,7 @@ class Store:
         self.bytes_read += weight.stored_bytes
         weight.reading = _Reading(weight, stored, memory, request)
         self._reads[weight.reading] = None
-        self._missing -= 1
+        self._count_missing(weight, -1)
         return weight.reading
 
     def _read_ahead(self) -> None:
@@ -332,7 +443,11 @@ class Store:
     def _make_room(self, wanted: Weight, demanded: bool) -> bool:
         """Forget weights until there is room, only for later ones if not demanded."""
         limit = self.limit - wanted.room
-        distance = -1 if demanded else self._order.distance(self.numbers[wanted])
+        distance: int | None
+        if demanded or wanted.is_part:
+            distance = -1 if demanded else 0
+        else:
+            distance = self._order.distance(self.numbers[wanted])
         self._forget_to(limit, distance)
         if demanded and self._used > limit:
             self._abandon_reads(limit)
@@ -368,27 +483,37 @@ class Store:
     def _victims(self, distance: int | None) -> Iterable[Weight]:
         """Yield weights that are needed in more than so many uses, or with -1 all.
 
-        The last ones first, and none that others hold.
+        Parts come first, because who knows whether they are needed: the one that was used
+        longest ago.  Then the others, the last ones first, and none that others hold.
         """
+        if distance is None:
+            return
+        for weight in list(self._recent):
+            if not weight.is_soon and not _is_held(weight):
+                yield weight
         expected = set()
         for number in self._order.farthest():
             own = self._order.distance(number)
-            if distance is None or own is None or own <= distance:
-                return
+            if own is None or own <= distance:
+                break
             expected.add(number)
-            # No name for the values here: it would hold them.
             weight = self.weights[number]
-            if weight.values is not None and not weight.values.are_held():
+            if not _is_held(weight):
                 yield weight
-        for number, weight in enumerate(self.weights):
-            if number in expected or weight.values is None or weight.values.are_held():
-                continue
-            yield weight
+        else:
+            for number, weight in enumerate(self.weights):
+                if number not in expected and not weight.is_part and not _is_held(weight):
+                    yield weight
+        if distance < 0:
+            for weight in list(self._recent):
+                if not _is_held(weight):
+                    yield weight
 
     def _forget(self, weight: Weight) -> None:
         if weight.values is not None:
             weight.values = None
-            self._missing += 1
+            self._recent.pop(weight, None)
+            self._count_missing(weight, 1)
 
     def _abandon_reads(self, limit: int) -> None:
         """Cancel what was read ahead, the last one first."""
@@ -405,7 +530,7 @@ class Store:
             self._reads.pop(weight.reading, None)
             weight.reading.abandon()
             weight.reading = None
-            self._missing += 1
+            self._count_missing(weight, 1)
             self._count_freed()
 
     def _lack_of_memory(self, wanted: Weight) -> Exception:
@@ -415,10 +540,17 @@ class Store:
             if each.values is not None and each.values.are_held()
         ]
         some = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
-        return RuntimeError(
+        words = (
             f"there is no room for the weight {wanted.name} of {in_binary(wanted.room)}: "
-            f"memory is {in_binary(self.limit)}, and the program holds {some}; release "
-            "them, or give more memory"
+            f"memory is {in_binary(self.limit)}"
+        )
+        if wanted.parts and wanted.room > self.limit:
+            return RuntimeError(
+                f"{words}; it has {len(wanted.parts)} experts, which are read one by one "
+                f"if the model's experts_implementation is {BY_EXPERT!r}"
+            )
+        return RuntimeError(
+            f"{words}, and the program holds {some}; release them, or give more memory"
         )
 
     def stats(self) -> dict[str, int]:

@@ -67,6 +67,16 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         found._is_param = True
         return found
 
+    @property
+    def weight(self) -> Weight:
+        """What is on the drive."""
+        return self._weight
+
+    @property
+    def store(self) -> Store:
+        """Where it is read from."""
+        return self._store
+
     def values(self, found: Mapping[Weight, torch.Tensor] | None = None) -> torch.Tensor:
         """Return the values, from those that were found or from the drive.
 
@@ -84,6 +94,10 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> Any:
         """Return the result of an operation on the values, which is made when needed."""
+        if function is aten.select.int and self._made is None and self._weight.parts:
+            dim, index = arguments
+            if dim % self.dim() == 0:
+                return self._part(index)
         size, stride, offset = self.size(), self.stride(), self.storage_offset()
         how = (function, self, arguments, options, None)
         # Without a tensor on the meta device, because layers do these all the time.
@@ -111,6 +125,24 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             for index, each in enumerate(made if several else [made])
         ]
         return found if several else found[0]
+
+    def _part(self, index: int) -> "DiskParameter":
+        """Return a part that is read by itself."""
+        count = len(self._weight.parts)
+        if not -count <= index < count:
+            raise IndexError(
+                f"index {index} is out of range for the weight {self._weight.name}, whose "
+                f"first dimension has {count}"
+            )
+        return DiskParameter._new(
+            self.shape[1:],
+            self.stride()[1:],
+            0,
+            self.dtype,
+            self._weight.parts[index],
+            self._store,
+            None,
+        )
 
     def _made_by(
         self,
