@@ -85,7 +85,38 @@ FAMILIES = {
     ),
     "ViT": ("ViTForImageClassification", {**BERT, "image_size": 32, "patch_size": 8}),
 }
-EXPERTS = ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek-V3")
+NGRAM = {
+    **LLAMA,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "hc_lowrank": 32,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": WIDTH,
+    "ngram_vocab_size_base": 500,
+    "split_ngram_parts": 8,
+    "eos_token_id": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 6, 6],
+    },
+}
+FAMILIES["Qwen4, n-grams"] = ("Qwen4ExpForCausalLM", NGRAM)
+EXPERTS = ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek-V3", "Qwen4, n-grams")
 LARGE = 1 << 30
 
 
@@ -219,6 +250,26 @@ def test_only_the_experts_that_the_router_chose_are_read(folder, family):
     with torch.no_grad():
         model(**inputs)
     assert nvmeio.torch.disk_stats(model)["bytes_read"] == dense + routed
+
+
+def test_of_a_table_of_ngrams_only_rows_are_read(folder):
+    expected = computed(saved(folder, "Qwen4, n-grams"))
+    name = "model.layers.0.ple.ple_embedding.ngram_embedding"
+    model = nvmeio.torch.load_disk_offload(folder, memory=LARGE, tables="*ngram_embedding")
+    assert all(map(torch.equal, computed(model), expected))
+    stats = nvmeio.torch.disk_stats(model)
+    rows, columns = dict(model.named_modules())[name].weight.shape
+    assert 0 < stats["row_misses"] < rows
+    assert stats["bytes_read"] <= stats["bytes_total"] - 4 * columns * (
+        rows - stats["row_misses"]
+    )
+    computed(model)
+    assert nvmeio.torch.disk_stats(model)["row_misses"] == stats["row_misses"]
+    # All rows are needed by the last layer, if that is the embedding too.
+    tied = folder / "tied"
+    new_model("Llama, tied").save_pretrained(tied)
+    with pytest.raises(ValueError, match="also the weight of a Linear"):
+        nvmeio.torch.load_disk_offload(tied, memory=LARGE, tables="*embed_tokens")
 
 
 def test_experts_as_a_whole_need_room_for_all(folder):

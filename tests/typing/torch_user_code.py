@@ -41,6 +41,9 @@ def computing(model: torch.nn.Module) -> torch.nn.Module:
     model = nvmeio.torch.disk_offload(model, "model.safetensors", memory="1GiB")
     print(nvmeio.torch.disk_stats(model)["bytes_read"])
     nvmeio.torch.load_disk_offload("folder", memory="1GiB", dtype=torch.bfloat16)
+    table = nvmeio.torch.DiskEmbedding("table.safetensors", ["a", "b"], memory="1MiB")
+    table.prefetch(torch.tensor([1]))
+    print(table(torch.tensor([1])).shape, table.num_embeddings)
     return nvmeio.torch.remove_disk_offload(model)
 
 

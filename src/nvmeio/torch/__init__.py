@@ -22,6 +22,7 @@ from nvmeio.torch.data import (
     TarDataset,
     TokenDataset,
 )
+from nvmeio.torch.embedding import DiskEmbedding
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
@@ -35,6 +36,7 @@ from nvmeio.torch.weights import (
 __all__ = [
     "ArrayDataset",
     "BatchStream",
+    "DiskEmbedding",
     "MDSDataset",
     "MegatronDataset",
     "OffloadedOptimizer",

@@ -1,6 +1,6 @@
 """Compute with models whose weights stay on a drive."""
 
-import contextlib
+import fnmatch
 import os
 import types
 import warnings
@@ -14,26 +14,32 @@ from torch import nn
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
-from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.loading import look_up
-from nvmeio._safetensors.places import naming_model, places_of
-from nvmeio._tensors.dtypes import torch_dtype
-from nvmeio.torch._weights.lazy import LazyTensor, arranged
+from nvmeio.torch._weights.lazy import LazyTensor
 from nvmeio.torch._weights.pretrained import (
     by_expert,
     is_pretrained,
     loaded_from,
     loaded_like,
 )
-from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Store, Weight
+from nvmeio.torch._weights.rows import Rows
+from nvmeio.torch._weights.source import Checkpoint, check_dtype, opened, some
+from nvmeio.torch._weights.store import Store, Weight, least_room
 from nvmeio.torch._weights.tensor import DiskParameter
 
-__all__ = ["disk_offload", "disk_stats", "load_disk_offload", "remove_disk_offload"]
+__all__ = [
+    "disk_offload",
+    "disk_stats",
+    "load_disk_offload",
+    "remove_disk_offload",
+]
 
 # Modules that pass the weights of the modules within to one operation.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 _KINDS = ("_parameters", "_buffers")
+
+# The share of the memory for rows of tables.
+TABLES = 4
 
 # Where a model keeps what disk_offload() has done to it.
 _ATTRIBUTE = "_nvmeio_disk_offload"
@@ -45,6 +51,7 @@ def disk_offload(
     *,
     memory: int | str,
     dtype: torch.dtype | None = None,
+    tables: str | Sequence[str] = (),
 ) -> nn.Module:
     """Leave the weights of a model on the drive, and read them when they are used.
 
@@ -65,6 +72,10 @@ def disk_offload(
         largest layer needs and the largest weight, which is read ahead of it.
     dtype : torch.dtype, optional
         The dtype of floating-point weights; by default as stored.
+    tables : str or sequence of str, optional
+        The names of embeddings, such as ``"model.embed_tokens"``, whose rows are read one
+        by one, each when it is used; in a name, ``*`` stands for any text.  Up to a quarter
+        of `memory` is for rows that were used.
 
     Returns
     -------
@@ -121,9 +132,9 @@ def disk_offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}; it must be a Module")
     limit = size_of("memory", memory, 0)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     _check_whole(model)
-    with _opened(checkpoint) as source:
+    with opened(checkpoint) as source:
         tensors = {name: source.tensor(name) for name in source.places}
         if is_pretrained(model):
             like, unused = loaded_like(model, tensors)
@@ -131,14 +142,18 @@ def disk_offload(
         else:
             known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
             unused = [name for name in tensors if name not in known]
-        offload = _Offload(model, source, tensors, limit, dtype)
+        offload = _Offload(model, source, tensors, limit, dtype, tables)
         offload.warn_of(unused)
         offload.begin()
     return model
 
 
 def load_disk_offload(
-    folder: Path, *, memory: int | str, dtype: torch.dtype | None = None
+    folder: Path,
+    *,
+    memory: int | str,
+    dtype: torch.dtype | None = None,
+    tables: str | Sequence[str] = (),
 ) -> nn.Module:
     """Load a model of transformers whose weights stay on the drive.
 
@@ -156,6 +171,8 @@ def load_disk_offload(
         The limit in bytes for weights in memory, as of `disk_offload`.
     dtype : torch.dtype, optional
         The dtype of the model, by default the one that its config names.
+    tables : str or sequence of str, optional
+        The names of embeddings whose rows are read one by one, as of `disk_offload`.
 
     Returns
     -------
@@ -201,29 +218,14 @@ def load_disk_offload(
     torch.Size([1, 8])
     """
     limit = size_of("memory", memory, 0)
-    _check_dtype(dtype)
+    check_dtype(dtype)
     place = os.fsdecode(path_of(folder))
-    with _opened(place) as source:
+    with opened(place) as source:
         tensors = {name: source.tensor(name) for name in source.places}
         model, _ = loaded_from(place, tensors, dtype)
-        _Offload(model, source, _lazy_tensors(model), limit, None, casts=True).begin()
+        tensors = _lazy_tensors(model)
+        _Offload(model, source, tensors, limit, None, tables, casts=True).begin()
     return model
-
-
-@contextlib.contextmanager
-def _opened(checkpoint: Path) -> Iterator["_Checkpoint"]:
-    """Open a checkpoint, and close it if that fails which is done with it."""
-    source = _Checkpoint(os.fsdecode(path_of(checkpoint)))
-    try:
-        yield source
-    except BaseException:
-        source.close()
-        raise
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; it must be a dtype of torch, or None")
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -303,7 +305,7 @@ def disk_stats(model: nn.Module) -> dict[str, int]:
         ``bytes_total``, of all weights; ``bytes_limit``, the argument `memory`;
         ``bytes_used``, of weights in memory now, and ``bytes_peak``, the most so far;
         ``bytes_read``; ``hits``, uses of weights that were in memory; and ``waits``, uses
-        that had to wait for the drive.
+        that had to wait for the drive.  With tables also ``row_hits`` and ``row_misses``.
 
     Raises
     ------
@@ -320,7 +322,7 @@ def disk_stats(model: nn.Module) -> dict[str, int]:
     >>> nvmeio.torch.disk_stats(model)["bytes_total"]
     440
     """
-    return _offload_of(model).store.stats()
+    return _offload_of(model).stats()
 
 
 def _offload_of(model: nn.Module) -> "_Offload":
@@ -333,70 +335,6 @@ def _offload_of(model: nn.Module) -> "_Offload":
     return found
 
 
-class _Checkpoint:
-    """The open files of a checkpoint, and the weights in them."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.places = places_of(path)
-        self.files: dict[str, ModelFile] = {}
-        try:
-            for place in sorted(set(self.places.values())):
-                with naming_model(place):
-                    self.files[place] = ModelFile(place)
-        except BaseException:
-            self.close()
-            raise
-
-    def tensor(self, name: str) -> LazyTensor:
-        """Return a tensor of the checkpoint, without its values."""
-        place = self.places[name]
-        with naming_model(place):
-            _, kind, shape, *_ = look_up(self.files[place], name)
-            return LazyTensor.of(name, shape, torch_dtype(kind))
-
-    def weight(
-        self, name: str, value: LazyTensor, dtype: torch.dtype | None, casts: bool
-    ) -> Weight:
-        """Return the weight that a loader has made of tensors of the checkpoint."""
-        found = arranged(value)
-        if dtype is None or not found.stored.is_floating_point:
-            dtype = found.dtype if casts else found.stored
-        parts: dict[str, Part] = {}
-        extents = []
-        if found.runs is not None:
-            size = found.stored.itemsize
-            at = 0
-            for tensor, begin, count in found.runs:
-                extents.append(self._extent(tensor, begin * size, count * size, at))
-                at += count * size
-        else:
-            at = 0
-            for tensor in found.names:
-                shape = self.tensor(tensor).shape
-                nbytes = shape.numel() * found.stored.itemsize
-                parts[tensor] = Part(shape, at)
-                extents.append(self._extent(tensor, 0, nbytes, at))
-                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return Weight(
-            name,
-            value.shape,
-            found.stored,
-            dtype,
-            extents,
-            Making(parts, found.make) if parts else None,
-        )
-
-    def _extent(self, name: str, begin: int, nbytes: int, place: int) -> Extent:
-        file = self.files[self.places[name]]
-        first = look_up(file, name)[3]
-        return Extent(file, file.offset(first) + begin, nbytes, place)
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-
-
 def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield the parameters or buffers of all modules, also those that are tied."""
     for prefix, module in model.named_modules():
@@ -405,21 +343,17 @@ def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, A
                 yield f"{prefix}.{name}" if prefix else name, module, name, value
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 5
-    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
-
-
 class _Offload:
     """A model whose weights are on a drive, and where its parameters are in its modules."""
 
     def __init__(
         self,
         model: nn.Module,
-        source: _Checkpoint,
+        source: Checkpoint,
         tensors: Mapping[str, LazyTensor],
         limit: int,
         dtype: torch.dtype | None,
+        tables: str | Sequence[str],
         *,
         casts: bool = False,
     ) -> None:
@@ -431,10 +365,17 @@ class _Offload:
         self._find_weights()
         self.experts = by_expert(model)
         self._split_experts()
+        names = [tables] if isinstance(tables, str) else list(tables)
+        self.rows: dict[Weight, Rows] = {}
+        self._find_tables(names)
         calls = self._calls()
         del self.tensors
         used = list({weight: None for _, _, weight in self.slots})
-        self.store = Store(used, calls, limit)
+        found = [weight for weight in used if weight.is_table]
+        share = max(0, min(limit // TABLES, limit - least_room(used, calls)))
+        self.rows = {each: Rows(each, share // len(found)) for each in found}
+        kept = sum(each.nbytes for each in self.rows.values())
+        self.store = Store(used, calls, limit - kept)
         # The parameters keep the store, and that the files.
         weakref.finalize(self.store, source.close).atexit = False
 
@@ -456,7 +397,7 @@ class _Offload:
                 missing.append(name)
         if missing:
             raise ValueError(
-                f"{self.source.path} lacks {_some(missing)}, which the model has on the "
+                f"{self.source.path} lacks {some(missing)}, which the model has on the "
                 "meta device"
             )
         if not self.slots:
@@ -471,9 +412,9 @@ class _Offload:
             for name, *_, value in _named(self.model, "_parameters")
             if id(value) not in self.weights
         ]
-        words = f"the model has no {_some(unused)}, which {self.source.path} has"
+        words = f"the model has no {some(unused)}, which {self.source.path} has"
         if alone:
-            words += f"; and {_some(alone)}, which that lacks, stay in memory"
+            words += f"; and {some(alone)}, which that lacks, stay in memory"
         warnings.warn(words, RuntimeWarning, stacklevel=3)
 
     def _checked(self, name: str, value: torch.Tensor) -> Weight:
@@ -495,6 +436,31 @@ class _Offload:
                 if weight is not None and weight.shape[:1] == (module.num_experts,):
                     weight.split()
 
+    def _find_tables(self, names: Sequence[str]) -> None:
+        """Let rows of embeddings be read one by one, where their names say so."""
+        modules = dict(self.model.named_modules())
+        for pattern in names:
+            found = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+            if not found:
+                raise ValueError(
+                    f"tables has {pattern!r}, and the model has no such module"
+                )
+            for name in found:
+                module = modules[name]
+                weight = self.weights.get(id(getattr(module, "weight", None)))
+                if not isinstance(module, nn.Embedding) or weight is None:
+                    raise ValueError(
+                        f"tables has {name!r}, a {type(module).__name__}; it must be an "
+                        "Embedding whose weight the checkpoint has"
+                    )
+                weight.is_table = True
+        for module, slot, weight in self.slots:
+            if weight.is_table and not isinstance(module, nn.Embedding):
+                raise ValueError(
+                    f"tables has {weight.name}, which is also the {slot} of a "
+                    f"{type(module).__name__}, and that needs all rows"
+                )
+
     def _calls(self) -> list[list[Weight]]:
         """Return which weights are passed to one operation, at most."""
         calls = []
@@ -509,10 +475,25 @@ class _Offload:
             calls.append([each.parts[0] if each.parts else each for each in found])
         return calls
 
+    def stats(self) -> dict[str, int]:
+        """Return what was read of weights and of rows of tables."""
+        found = self.store.stats()
+        for rows in self.rows.values():
+            read = rows.stats()
+            found["row_hits"] = found.get("row_hits", 0) + read["hits"]
+            found["row_misses"] = found.get("row_misses", 0) + read["misses"]
+            for name in ("bytes_limit", "bytes_used", "bytes_peak"):
+                found[name] += read["bytes_used"]
+            found["bytes_read"] += read["bytes_read"]
+        return found
+
     def begin(self) -> None:
         """Read the buffers, and then replace the parameters, which does not fail."""
         buffers = [_read_now(weight) for *_, weight in self.buffers]
-        made = {weight: DiskParameter.of(weight, self.store) for *_, weight in self.slots}
+        made = {
+            weight: DiskParameter.of(weight, self.store, self.rows.get(weight))
+            for *_, weight in self.slots
+        }
         for module, slot, weight in self.slots:
             module._parameters[slot] = made[weight]
         for (module, slot, _), value in zip(self.buffers, buffers, strict=True):

@@ -28,7 +28,18 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio.default import default_handle
 from nvmeio.torch._weights.order import Order
 
-__all__ = ["ALIGNMENT", "BY_EXPERT", "Extent", "Making", "Part", "Store", "Weight"]
+__all__ = [
+    "ALIGNMENT",
+    "BY_EXPERT",
+    "Extent",
+    "Making",
+    "Part",
+    "Store",
+    "Weight",
+    "least_room",
+    "naming",
+    "over",
+]
 
 # Of memory, as torch allocates it.
 ALIGNMENT = 64
@@ -87,6 +98,8 @@ class Weight:
         # Those of its first dimension, if these are also read one by one.
         self.parts: list[Weight] = []
         self.is_part = False
+        # Whether its rows are read one by one.
+        self.is_table = False
         # Whether it is a part that will be needed soon.
         self.is_soon = False
         self.stored_bytes = max((each.place + each.nbytes for each in extents), default=0)
@@ -94,6 +107,11 @@ class Weight:
         # What is in memory: the values, or their bytes on the way.
         self.values: _Values | None = None
         self.reading: _Reading | None = None
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether it is expected to be read in parts or rows only."""
+        return bool(self.parts) or self.is_table
 
     @property
     def room(self) -> int:
@@ -137,9 +155,9 @@ class Weight:
     def values_of(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
         """Return the values, in the dtype in which they are stored."""
         if self.making is None:
-            return _over(stored, self.stored, self.shape)
+            return over(stored, self.stored, self.shape)
         parts = {
-            name: _over(stored[part.place :], self.stored, part.shape)
+            name: over(stored[part.place :], self.stored, part.shape)
             for name, part in self.making.parts.items()
         }
         return self.making.make(parts)
@@ -149,7 +167,7 @@ class _Values:
     """The values of a weight, in memory."""
 
     def __init__(self, weight: Weight, memory: npt.NDArray[np.uint8]) -> None:
-        self.tensor = _over(memory, weight.dtype, weight.shape)
+        self.tensor = over(memory, weight.dtype, weight.shape)
 
     def are_held(self) -> bool:
         """Return whether others hold the tensor, or another one over its memory."""
@@ -197,12 +215,12 @@ class _Reading:
                     for file in {each.file: None for each in weight.extents}:
                         file.check_unchanged()
                 except Exception as error:
-                    raise _naming(weight, error) from error
+                    raise naming(weight, error) from error
                 assert self.stored is not None
                 assert self.memory is not None
                 if self.stored is not self.memory:
                     made = weight.values_of(self.stored)
-                    _over(self.memory, weight.dtype, weight.shape).copy_(made)
+                    over(self.memory, weight.dtype, weight.shape).copy_(made)
                     del made
                 self.values = _Values(weight, self.memory)
                 self.stored = self.memory = None
@@ -220,7 +238,7 @@ class _Reading:
         self.request = self.stored = self.memory = None
 
 
-def _over(
+def over(
     memory: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """Make a tensor over memory; autograd may save it, also if it is made in inference."""
@@ -230,7 +248,7 @@ def _over(
         return whole[:size].view(dtype).view(torch.Size(shape)).detach()
 
 
-def _naming(weight: Weight, error: Exception) -> Exception:
+def naming(weight: Weight, error: Exception) -> Exception:
     """Return an error of a read that says which weight it was."""
     words = f"the weight {weight.name} cannot be read: "
     if isinstance(error, OSError):
@@ -256,6 +274,17 @@ def _own_holders() -> int:
 _OWN_HOLDERS = _own_holders()
 
 
+def least_room(weights: Sequence[Weight], calls: Iterable[Sequence[Weight]]) -> int:
+    """Return the room for what any call needs, and for the largest weight besides."""
+    most = 0
+    for call in calls:
+        distinct = [each for each in dict.fromkeys(call) if not each.is_table]
+        converted = max((each.room - each.nbytes for each in distinct), default=0)
+        most = max(most, sum(each.nbytes for each in distinct) + converted)
+    read = [part for each in weights for part in each.parts or [each]]
+    return most + max((each.room for each in read if not each.is_table), default=0)
+
+
 class Store:
     """The weights of one model, of which at most `limit` bytes are in memory.
 
@@ -270,14 +299,14 @@ class Store:
         self.weights = [*weights, *(part for each in weights for part in each.parts)]
         self.numbers = {weight: number for number, weight in enumerate(self.weights)}
         self.total_bytes = sum(weight.nbytes for weight in weights)
-        self.least = self._least(calls)
+        self.least = least_room(weights, calls)
         if limit < self.least:
             raise ValueError(
                 f"memory is {limit}; it must be {self.least} bytes "
                 f"({in_binary(self.least)}) or more: what the largest layer needs, and the "
                 "largest weight, which is read ahead of it"
             )
-        whole = [number for number, each in enumerate(weights) if not each.parts]
+        whole = [number for number, each in enumerate(weights) if not each.is_in_pieces]
         self._order = Order(whole)
         self._lock = threading.RLock()
         # How many weights are not in memory, without those that are read in parts.
@@ -292,14 +321,6 @@ class Store:
         self._reads: dict[_Reading, None] = {}
         weakref.finalize(self, _abandon_all, self._reads).atexit = False
         self.bytes_read = self.hits = self.waits = self.bytes_peak = 0
-
-    def _least(self, calls: Iterable[Sequence[Weight]]) -> int:
-        most = 0
-        for call in calls:
-            distinct = dict.fromkeys(call)
-            converted = max((each.room - each.nbytes for each in distinct), default=0)
-            most = max(most, sum(each.nbytes for each in distinct) + converted)
-        return most + max((each.room for each in self.weights if not each.parts), default=0)
 
     def fetch(self, wanted: Sequence[Weight]) -> dict[Weight, torch.Tensor]:
         """Return the values of weights, which stay in memory while they are held."""
@@ -388,7 +409,7 @@ class Store:
                 part.is_soon = False
 
     def _count_missing(self, weight: Weight, count: int) -> None:
-        if not weight.is_part and not weight.parts:
+        if not weight.is_part and not weight.is_in_pieces:
             self._missing += count
 
     def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -544,6 +565,8 @@ class Store:
             f"there is no room for the weight {wanted.name} of {in_binary(wanted.room)}: "
             f"memory is {in_binary(self.limit)}"
         )
+        if wanted.is_table and wanted.room > self.limit:
+            return RuntimeError(f"{words}; only its rows can be read, by an embedding")
         if wanted.parts and wanted.room > self.limit:
             return RuntimeError(
                 f"{words}; it has {len(wanted.parts)} experts, which are read one by one "

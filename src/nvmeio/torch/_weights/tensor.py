@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvmeio.torch._weights.rows import Rows
 from nvmeio.torch._weights.store import Store, Weight
 
 __all__ = ["DiskParameter"]
@@ -26,6 +27,8 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
 
     _weight: Weight
     _store: Store
+    # What reads single rows, if it is a table.
+    _rows: Rows | None = None
     # The operation that makes this from another one, its other arguments, and which of its
     # results this is; None for the weight itself.
     _made: tuple[Any, "DiskParameter", Sequence[Any], Mapping[str, Any], int | None] | None
@@ -58,13 +61,13 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         return found
 
     @staticmethod
-    def of(weight: Weight, store: Store) -> "DiskParameter":
-        """Make the parameter of a weight."""
+    def of(weight: Weight, store: Store, rows: Rows | None = None) -> "DiskParameter":
+        """Make the parameter of a weight, or of a table whose rows are read."""
         stride = torch.empty(weight.shape, device="meta").stride()
         found = DiskParameter._new(
             weight.shape, stride, 0, weight.dtype, weight, store, None
         )
-        found._is_param = True
+        found._is_param, found._rows = True, rows
         return found
 
     @property
@@ -162,6 +165,10 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     ) -> Any:
         options = kwargs or {}
         first = args[0] if args else None
+        if type(first) is cls and first._rows is not None:
+            ids = _rows_of(func, args[1:])
+            if ids is not None:
+                return first._rows.read(ids)
         traits = _TRAITS.get(func) or _Traits(func)
         if traits.is_later and type(first) is cls and _stays_here(options):
             return first._later(func, args[1:], options)
@@ -249,6 +256,20 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     def data(self, value: Any) -> None:
         if value is not self:
             self._refuse("changed through .data")
+
+
+def _rows_of(function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
+    """Return which rows of a table an operation takes, if it takes rows."""
+    if function is aten.embedding.default:
+        return arguments[0]
+    if function is aten.index_select.default and arguments[0] == 0:
+        return arguments[1]
+    if function is aten.index.Tensor and len(arguments[0]) == 1:
+        (ids,) = arguments[0]
+        return ids if ids is not None and ids.dtype in (torch.int64, torch.int32) else None
+    if function is aten.select.int and arguments[0] == 0 and arguments[1] >= 0:
+        return torch.tensor(arguments[1])
+    return None
 
 
 def _stays_here(options: Mapping[str, Any]) -> bool:

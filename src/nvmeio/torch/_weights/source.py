@@ -1,0 +1,126 @@
+"""The open files of a checkpoint, and the weights that are made of its tensors."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.loading import look_up
+from nvmeio._safetensors.places import naming_model, places_of
+from nvmeio._tensors.dtypes import torch_dtype
+from nvmeio.torch._weights.lazy import LazyTensor, arranged
+from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Weight
+
+__all__ = ["Checkpoint", "check_dtype", "opened", "some", "stacked"]
+
+
+@contextlib.contextmanager
+def opened(checkpoint: Path) -> Iterator["Checkpoint"]:
+    """Open a checkpoint, and close it if that fails which is done with it."""
+    source = Checkpoint(os.fsdecode(path_of(checkpoint)))
+    try:
+        yield source
+    except BaseException:
+        source.close()
+        raise
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError if an argument is no dtype of torch."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be a dtype of torch, or None")
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names of many."""
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
+
+
+def stacked(
+    source: "Checkpoint", names: str | Sequence[str], dtype: torch.dtype | None
+) -> Weight:
+    """Return the weight that consists of tensors, one below the other."""
+    found: list[str] = []
+    for name in [names] if isinstance(names, str) else names:
+        pattern = re.compile(r"(\d+)".join(map(re.escape, name.split("*"))))
+        matches = [each for each in map(pattern.fullmatch, source.places) if each]
+        if not matches:
+            raise ValueError(f"{source.path} has no tensor {name!r}")
+        matches.sort(key=lambda each: [int(number) for number in each.groups()])
+        found += [each.string for each in matches]
+    if not found:
+        raise ValueError("names is empty")
+    tensors = [source.tensor(name) for name in found]
+    if len({(each.dtype, each.shape[1:], each.dim()) for each in tensors}) > 1:
+        raise ValueError(f"{some(found)} have several dtypes or widths")
+    return source.weight(found[0], torch.cat(tensors), dtype, False)
+
+
+class Checkpoint:
+    """The open files of a checkpoint, and the weights in them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.places = places_of(path)
+        self.files: dict[str, ModelFile] = {}
+        try:
+            for place in sorted(set(self.places.values())):
+                with naming_model(place):
+                    self.files[place] = ModelFile(place)
+        except BaseException:
+            self.close()
+            raise
+
+    def tensor(self, name: str) -> LazyTensor:
+        """Return a tensor of the checkpoint, without its values."""
+        place = self.places[name]
+        with naming_model(place):
+            _, kind, shape, *_ = look_up(self.files[place], name)
+            return LazyTensor.of(name, shape, torch_dtype(kind))
+
+    def weight(
+        self, name: str, value: LazyTensor, dtype: torch.dtype | None, casts: bool
+    ) -> Weight:
+        """Return the weight that a loader has made of tensors of the checkpoint."""
+        found = arranged(value)
+        if dtype is None or not found.stored.is_floating_point:
+            dtype = found.dtype if casts else found.stored
+        parts: dict[str, Part] = {}
+        extents = []
+        if found.runs is not None:
+            size = found.stored.itemsize
+            at = 0
+            for tensor, begin, count in found.runs:
+                extents.append(self._extent(tensor, begin * size, count * size, at))
+                at += count * size
+        else:
+            at = 0
+            for tensor in found.names:
+                shape = self.tensor(tensor).shape
+                nbytes = shape.numel() * found.stored.itemsize
+                parts[tensor] = Part(shape, at)
+                extents.append(self._extent(tensor, 0, nbytes, at))
+                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return Weight(
+            name,
+            value.shape,
+            found.stored,
+            dtype,
+            extents,
+            Making(parts, found.make) if parts else None,
+        )
+
+    def _extent(self, name: str, begin: int, nbytes: int, place: int) -> Extent:
+        file = self.files[self.places[name]]
+        first = look_up(file, name)[3]
+        return Extent(file, file.offset(first) + begin, nbytes, place)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
