@@ -5,6 +5,9 @@ import errno
 import gc
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -383,6 +386,15 @@ def test_between_calls_a_parameter_says_what_it_is(tmp_path):
     assert model.float() is model
 
 
+def test_print_says_what_is_on_the_drive(tmp_path):
+    model, path, _ = made("linear", tmp_path)
+    before = repr(model)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    assert repr(model).count("on a drive") == before.count("Linear(")
+    nvmeio.torch.remove_disk_offload(model)
+    assert repr(model) == before
+
+
 def test_a_copy_has_the_same_weights(tmp_path):
     model, path, x = made("linear", tmp_path)
     expected = results(model, x)
@@ -563,6 +575,47 @@ def test_a_model_that_is_gone_leaves_no_memory(tmp_path):
     del model
     gc.collect()
     assert nvmeio.pool_stats()["bytes_used"] <= before
+
+
+PASSES = """
+    import re
+    import sys
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    import nvmeio.torch
+
+    torch.set_num_threads(1)
+    how, path = sys.argv[1:]
+    x = torch.ones(64, 1024)
+    with torch.device("meta" if how == "on a drive" else "cpu"):
+        one = nn.Linear(1024, 1024)
+        model = nn.Sequential(
+            *(nn.Linear(1024, 1024) if how == "on a drive" else one for _ in range(40))
+        )
+    if how == "on a drive":
+        nvmeio.torch.disk_offload(model, path, memory="32MiB")
+    for _ in range(3):
+        # And the gradient of the input.
+        model(x.requires_grad_()).sum().backward()
+    print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def test_the_limit_is_kept_in_a_control_group(tmp_path, control_group):
+    """Which allows 64 MiB more than the same pass with one weight for all layers."""
+    path = tmp_path / "model.safetensors"
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))
+    st.save_file(model.state_dict(), path)
+    program = [sys.executable, "-c", textwrap.dedent(PASSES)]
+    options = {"stdout": subprocess.PIPE, "text": True, "timeout": 100, "check": True}
+    shared = subprocess.run([*program, "shared", path], **options)
+    limit = (int(shared.stdout) << 10) + (32 + 64 << 20)
+    limits = {"memory.limit_in_bytes": limit}, {"memory.max": limit}
+    prefix = control_group("memory", *limits)
+    subprocess.run([*prefix, *program, "on a drive", path], **options)
 
 
 def test_a_forked_child_refuses(tmp_path):

@@ -503,6 +503,7 @@ class _Offload:
         for module in self.model.modules():
             if any(type(each) is DiskParameter for each in module.parameters()):
                 module._apply = types.MethodType(_apply, module)
+                module.extra_repr = types.MethodType(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
         setattr(self.model, _ATTRIBUTE, self)
 
@@ -521,6 +522,7 @@ class _Offload:
         _refresh(model)
         for module in model.modules():
             vars(module).pop("_apply", None)
+            vars(module).pop("extra_repr", None)
             _unhook(module)
         by_expert(model).end()
         delattr(model, _ATTRIBUTE)
@@ -568,6 +570,15 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
                 parameter._refuse(f"converted from {kept} to {made.dtype} on {made.device}")
     found: nn.Module = type(self)._apply(self, fn, recurse)
     return found
+
+
+def _extra_repr(self: nn.Module) -> str:
+    """Say what is on the drive, to ``print``."""
+    names = [name for name, each in self._parameters.items() if type(each) is DiskParameter]
+    words = [type(self).extra_repr(self)]
+    if names:
+        words.append(f"{' and '.join(names)} on a drive")
+    return ", ".join(filter(None, words))
 
 
 def _refuse_load(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
