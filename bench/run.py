@@ -56,6 +56,7 @@ JOBS = {
     "transfer": Job("--size 256M --rounds 3 --loop-rounds 7", ("torch",)),
     "checkpoint": Job("--size 128M --rounds 4"),
     "offload": Job("--size 256M --rounds 3", ("torch",)),
+    "stream": Job("--size 256M --rounds 3", ("torch",)),
     "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
     "dataloader": Job("--size 512M --rounds 3", ("torch",)),
     # This compiles the op, which the next script uses.

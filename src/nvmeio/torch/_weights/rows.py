@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nvmeio._native.pool import pool_memory
 from nvmeio._native.request import Request
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._tensors.errors import SafetensorError
@@ -77,12 +78,18 @@ class _Source(NamedTuple):
         return requests
 
 
+def _memory(count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of the pool, whose pages were touched before."""
+    pooled = memoryview(pool_memory(max(count * row_bytes, 1), False, None))
+    return np.asarray(pooled)[: count * row_bytes].reshape(count, row_bytes)
+
+
 class _Reading:
     """Rows that are being read."""
 
     def __init__(self, sources: Sequence[_Source], ids: Ids) -> None:
         self.ids = ids
-        self.parts = [np.empty((len(ids), each.row_bytes), np.uint8) for each in sources]
+        self.parts = [_memory(len(ids), each.row_bytes) for each in sources]
         self.files = {file for each in sources for file in each.files}
         self.requests: list[Request] = []
         try:
@@ -143,7 +150,9 @@ class Rows:
     def _checked(self, ids: torch.Tensor) -> Ids:
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"rows are {ids.dtype}; they must be int64 or int32")
-        found = np.unique(ids.detach().numpy().astype(np.int64, copy=False))
+        found: Ids = np.sort(ids.detach().numpy().astype(np.int64, copy=False), axis=None)
+        # np.unique() takes five times as long for some thousand.
+        found = found[np.diff(found, prepend=found[:1] - 1) != 0]
         for number in (found[0], found[-1]) if len(found) else ():
             if not 0 <= number < self.weight.shape[0]:
                 raise IndexError(
@@ -160,8 +169,11 @@ class Rows:
             return torch.empty(shape, dtype=self.weight.dtype)
         with self._lock:
             rows = self._read(wanted)
-        places = torch.searchsorted(torch.from_numpy(wanted), ids.reshape(-1).long())
-        found = self._converted(rows)[places]
+        found = self._converted(rows)
+        numbers = ids.detach().reshape(-1).long()
+        known = torch.from_numpy(wanted)
+        if not torch.equal(known, numbers):
+            found = found[torch.searchsorted(known, numbers)]
         return found.view(*ids.shape, *self.weight.shape[1:])
 
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -204,34 +216,47 @@ class Rows:
         return sets * WAYS + same.argmax(axis=1), same.any(axis=1)
 
     def _read(self, ids: Ids) -> npt.NDArray[np.uint8]:
-        rows = np.empty((len(ids), self.row_bytes), np.uint8)
         places, kept = self._find(ids)
-        rows[kept] = self._kept[places[kept]]
         self._now += 1
-        self._used.reshape(-1)[places[kept]] = self._now
         missing = ~kept
+        parts: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]] = []
         done = []
         for reading in self._readings:
             came = np.isin(ids, reading.ids, assume_unique=True) & missing
             if came.any():
                 done.append(reading)
-                rows[came] = reading.wait(self.weight)[reading.ids.searchsorted(ids[came])]
+                rows = reading.wait(self.weight)
+                parts.append((came, rows[reading.ids.searchsorted(ids[came])]))
                 missing &= ~came
         self._readings = [each for each in self._readings if each not in done]
-        self.hits += len(ids) - int(missing.sum())
-        self.misses += int(missing.sum())
-        if missing.any():
-            rows[missing] = self._start(ids[missing]).wait(self.weight)
+        count = int(missing.sum())
+        self.hits += len(ids) - count
+        self.misses += count
+        if count:
+            read = self._start(ids[missing]).wait(self.weight)
+            parts.append((missing, read))
+        if count == len(ids):
+            rows = read
+        else:
+            rows = _memory(len(ids), self.row_bytes)
+            rows[kept] = self._kept[places[kept]]
+            self._used.reshape(-1)[places[kept]] = self._now
+            for chosen, part in parts:
+                rows[chosen] = part
         for reading in done:
             self._keep(reading.ids, reading.wait(self.weight))
-        self._keep(ids[missing], rows[missing])
+        if count:
+            self._keep(ids[missing], read)
         return rows
 
     def _keep(self, ids: Ids, rows: npt.NDArray[np.uint8]) -> None:
         """Keep rows, each in place of the one of its set that was used longest ago."""
+        if not len(self._numbers):
+            return
         kept = self._find(ids)[1]
-        ids, rows = ids[~kept], rows[~kept]
-        if not len(self._numbers) or not len(ids):
+        if kept.any():
+            ids, rows = ids[~kept], rows[~kept]
+        if not len(ids):
             return
         for _ in range(WAYS):
             # One for each set at a time, as if an index came once.
