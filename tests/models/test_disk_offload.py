@@ -5,7 +5,11 @@ compute with experts in the order of "eager".
 """
 
 import json
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +404,16 @@ def test_hooks_of_accelerate_are_refused(folder):
 @pytest.mark.parametrize("name", examples("transformers"))
 def test_the_examples_run(name, tmp_path, monkeypatch):
     run_example(name, tmp_path, monkeypatch)
+
+
+def test_the_example_computes_with_a_model_beyond_memory(tmp_path):
+    example = Path(__file__).resolve().parents[2] / "examples" / "run_beyond_memory.py"
+    words = ["--folder", tmp_path / "model", "--size", "3e8", "--memory", "48MiB"]
+    done = subprocess.run(
+        [sys.executable, example, *words], capture_output=True, text=True, check=True
+    )
+    found = done.stdout.partition("in memory, in")[0]
+    assert re.search(r"wrote a model of 0\.\d+ GB", found)
+    assert re.search(r"generated [\d.]+ tokens a second; read [\d.]+ MB for each", found)
+    assert re.search(r"fine-tuned with losses ([\d.]+, ){2}[\d.]+", found)
+    assert done.stderr == ""
