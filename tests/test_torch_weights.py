@@ -618,6 +618,31 @@ def test_the_limit_is_kept_in_a_control_group(tmp_path, control_group):
     subprocess.run([*prefix, *program, "on a drive", path], **options)
 
 
+def test_the_limit_may_be_above_that_of_the_pool(tmp_path):
+    path = tmp_path / "model.safetensors"
+    st.save_file(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).state_dict(), path)
+    code = """
+        import sys
+        import nvmeio.torch
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        nvmeio.torch.disk_offload(model, sys.argv[1], memory="64MiB")
+        for _ in range(2):
+            model(torch.ones(1, 512))
+        stats = nvmeio.torch.disk_stats(model)
+        assert stats["bytes_used"] == stats["bytes_total"] == stats["bytes_read"]
+        assert nvmeio.pool_stats()["bytes_mapped"] <= 4 << 20
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), path],
+        env={**os.environ, "NVMEIO_POOL_BYTES": "4MiB"},
+        timeout=100,
+        check=True,
+    )
+
+
 def test_a_forked_child_refuses(tmp_path):
     model, path, x = made("linear", tmp_path)
     nvmeio.torch.disk_offload(model, path, memory="1MiB")

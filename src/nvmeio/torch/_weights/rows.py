@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._native.pool import pool_memory
 from nvmeio._native.request import Request
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio.default import default_handle
-from nvmeio.torch._weights.store import Weight, naming, over
+from nvmeio.torch._weights.store import Weight, naming, new_memory, over
 
 __all__ = ["Rows"]
 
@@ -80,8 +79,8 @@ class _Source(NamedTuple):
 
 def _memory(count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """Return memory of the pool, whose pages were touched before."""
-    pooled = memoryview(pool_memory(max(count * row_bytes, 1), False, None))
-    return np.asarray(pooled)[: count * row_bytes].reshape(count, row_bytes)
+    whole = new_memory(count * row_bytes)
+    return whole[: count * row_bytes].reshape(count, row_bytes)
 
 
 class _Reading:

@@ -38,6 +38,7 @@ __all__ = [
     "Weight",
     "least_room",
     "naming",
+    "new_memory",
     "over",
 ]
 
@@ -47,6 +48,7 @@ ALIGNMENT = 64
 AHEAD_BYTES = 64 << 20
 # How many of the coming uses are looked at for weights to read ahead.
 AHEAD_USES = 64
+PAGE = 4096
 # The name of what computes with experts one by one, to transformers.
 BY_EXPERT = "nvmeio"
 # How much idle memory of the pool is left to it.
@@ -248,6 +250,17 @@ def over(
         return whole[:size].view(dtype).view(torch.Size(shape)).detach()
 
 
+def new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Allocate memory of the pool, or where that has reached its limit, of its own."""
+    try:
+        return np.asarray(memoryview(pool_memory(max(nbytes, 1), False, None)))
+    except MemoryError:
+        whole = np.empty(nbytes + PAGE, np.uint8)
+        begin = -whole.ctypes.data % PAGE
+        # The view is an object of its own, whose end is noticed.
+        return np.asarray(memoryview(whole)[begin : begin + max(nbytes, 1)])
+
+
 def naming(weight: Weight, error: Exception) -> Exception:
     """Return an error of a read that says which weight it was."""
     words = f"the weight {weight.name} cannot be read: "
@@ -414,7 +427,7 @@ class Store:
 
     def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Allocate memory that counts until nobody holds it."""
-        array = np.asarray(memoryview(pool_memory(max(nbytes, 1), False, None)))
+        array = new_memory(nbytes)
         self._used += nbytes
         self.bytes_peak = max(self.bytes_peak, self._used)
         weakref.finalize(array, self._freed.append, nbytes).atexit = False
