@@ -784,9 +784,85 @@ def test_no_memory_is_held_after_a_save(tmp_path):
         gc.enable()
 
 
-def test_a_lazy_conjugate_is_resolved_when_staged():
-    state = {"a": torch.tensor([1 + 2j, 3 - 1j]).conj()}
-    assert torch.equal(PoolStager().stage(state)["a"], state["a"])
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_lazy_conjugate_is_resolved_when_staged(kind):
+    tensor = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    for each in (tensor, tensor.imag):
+        state = {"a": each if kind is torch.Tensor else kind(each)}
+        assert torch.equal(PoolStager().stage(state)["a"], state["a"])
+
+
+def test_a_part_of_a_distributed_tensor_is_staged(tmp_path):
+    """Whose local tensor begins somewhere in its memory."""
+    assert together(tmp_path, work.stage_parts, 1) == [[True, True, True]]
+
+
+def test_one_writer_makes_two_saves_at_once(tmp_path, monkeypatch):
+    """The second one is told its folder while the first one writes."""
+    save(tmp_path / "b", state_of(1))
+    writer = FileSystemWriter(str(tmp_path / "a"))
+    begun, goes_on, write_file = threading.Event(), threading.Event(), writer._write_file
+
+    def slow(*arguments):
+        if not begun.is_set():
+            begun.set()
+            assert goes_on.wait(60)
+        return write_file(*arguments)
+
+    monkeypatch.setattr(writer, "_write_file", slow)
+    options = {"storage_writer": writer, "no_dist": True}
+    first = threading.Thread(
+        target=dcp.save,
+        args=[state_of(2)],
+        kwargs={**options, "checkpoint_id": str(tmp_path / "a")},
+    )
+    first.start()
+    assert begun.wait(60)
+    dcp.save(state_of(3), **options, checkpoint_id=str(tmp_path / "b"))
+    goes_on.set()
+    first.join(60)
+    for name, seed in (("a", 2), ("b", 3)):
+        assert same(load(tmp_path / name, zeroed(state_of(seed))), state_of(seed))
+        assert len(os.listdir(tmp_path / name)) == 2
+
+
+def test_a_save_that_loses_leaves_nothing(tmp_path):
+    """Also if the other one was done before it wrote its file."""
+    writer = FileSystemWriter(str(tmp_path))
+    write_data = writer.write_data
+
+    def late(*arguments):
+        save(tmp_path, state_of(2))
+        return write_data(*arguments)
+
+    writer.write_data = late
+    with pytest.raises(CheckpointException, match="another save"):
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
+    before = os.umask(0o022)
+    try:
+        for seed in (1, 2):
+            save(tmp_path, state_of(seed))
+            modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+            assert modes == ({0o644} if seed == 1 else {0o600})
+            for path in tmp_path.iterdir():
+                path.chmod(0o600)
+    finally:
+        os.umask(before)
+
+
+def test_a_link_in_the_place_of_the_metadata_chooses_no_mode(tmp_path):
+    (tmp_path / ".metadata").symlink_to("/dev/null")
+    before = os.umask(0o077)
+    try:
+        save(tmp_path, state_of(1))
+    finally:
+        os.umask(before)
+    assert {path.lstat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_a_rank_reserves_only_the_space_it_needs(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 
 import pytest
 
@@ -454,4 +455,68 @@ def test_files_of_failed_saves_are_removed_before_the_next_one_writes(tmp_path):
         writer.finish = None
         with pytest.raises(CheckpointException):
             dcp.save(state_of(1), storage_writer=writer, no_dist=True)
-        assert len(os.listdir(tmp_path)) == 1
+        assert len(list(tmp_path.glob(".shard-*"))) == 1
+
+
+@pytest.mark.parametrize("at", ["before the lock", "in the middle"])
+def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, at):
+    """Wherever the first one is held, while the other one saves as far as it can."""
+    seeds, held, goes_on = {1: [], 2: []}, threading.Event(), threading.Event()
+    first = threading.local()
+    alone, replace = _model_writing._alone_in, os.replace
+
+    def hold():
+        if getattr(first, "is_it", False):
+            held.set()
+            assert goes_on.wait(60)
+
+    def held_before(folder):
+        if at == "before the lock":
+            hold()
+        return alone(folder)
+
+    def held_between(*arguments):
+        if at == "in the middle" and not held.is_set():
+            hold()
+        replace(*arguments)
+
+    monkeypatch.setattr(_model_writing, "_alone_in", held_before)
+    monkeypatch.setattr(_model_writing.os, "replace", held_between)
+
+    def run(seed):
+        first.is_it = seed == 1
+        mapping = {name: number for number, name in enumerate(state_of(seed), 1)}
+        writer = HuggingFaceStorageWriter(str(tmp_path), mapping)
+        try:
+            dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            seeds[seed].append(error)
+
+    threads = [threading.Thread(target=run, args=[seed]) for seed in (1, 2)]
+    threads[0].start()
+    assert held.wait(60)
+    threads[1].start()
+    threads[1].join(1 if at == "in the middle" else 60)
+    goes_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert not seeds[2]
+    if at == "before the lock":
+        assert "only one save may go on there" in str(seeds[1])
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
+    """Not by others, at any time: the files with temporary names neither."""
+    before = os.umask(0o022)
+    try:
+        for seed in (1, 2):
+            writer = HuggingFaceStorageWriter(str(tmp_path), {"a": 1})
+            dcp.save({"a": torch.ones(seed)}, storage_writer=writer, no_dist=True)
+            modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+            assert modes == ({0o644} if seed == 1 else {0o600})
+            for path in tmp_path.iterdir():
+                path.chmod(0o600)
+    finally:
+        os.umask(before)

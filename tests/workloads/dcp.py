@@ -158,6 +158,23 @@ def save_and_fail(folder, failing):
         return [type(error).__name__, "the drive of this rank is broken" in str(error)]
 
 
+def stage_parts():
+    """Stage distributed tensors whose local ones have an offset; return what is right."""
+    mesh = whole_mesh()
+    long = torch.arange(400.0)
+    wide = distribute_tensor(torch.arange(4000.0).view(40, 100), mesh, [Shard(0)])
+    states = DTensor.from_local(long[1:], mesh, [Shard(0)]), wide[:, 50:], wide
+    staged = PoolStager().stage({"a": states[0], "b": [states[1]], "c": states[2]})
+    found = staged["a"], staged["b"][0], staged["c"]
+    return [
+        type(each) is DTensor
+        and each.placements == state.placements
+        and torch.equal(each.to_local(), state.to_local())
+        and each.to_local().data_ptr() != state.to_local().data_ptr()
+        for each, state in zip(found, states, strict=True)
+    ]
+
+
 def stage_without_pool():
     """Stage more than the pool may hold; return whether all of it is right."""
     os.environ["NVMEIO_POOL_BYTES"] = "2M"

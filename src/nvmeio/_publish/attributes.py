@@ -13,16 +13,19 @@ def become_like(descriptor: int, target: str) -> None:
     """Copy mode, owner and attributes from a file, as far as permitted.
 
     Not from one that another user has put into a shared folder, such as /tmp: the new
-    contents must not become theirs.
+    contents must not become theirs.  Nor from what a symbolic link leads to, for anybody
+    may have chosen that.
     """
     try:
-        other = os.stat(target)
+        other = os.lstat(target)
         folder = os.stat(os.path.dirname(target) or ".")
     except FileNotFoundError:
         return
     shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & (
         stat.S_IWGRP | stat.S_IWOTH
     )
+    if stat.S_ISLNK(other.st_mode):
+        return
     if shared and other.st_uid not in (os.geteuid(), folder.st_uid):
         return
     mode = stat.S_IMODE(other.st_mode)

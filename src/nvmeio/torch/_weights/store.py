@@ -258,7 +258,7 @@ def new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
         whole = np.empty(nbytes + PAGE, np.uint8)
         begin = -whole.ctypes.data % PAGE
         # The view is an object of its own, whose end is noticed.
-        return np.asarray(memoryview(whole)[begin : begin + max(nbytes, 1)])
+        return np.frombuffer(whole, np.uint8, max(nbytes, 1), begin)
 
 
 def naming(weight: Weight, error: Exception) -> Exception:

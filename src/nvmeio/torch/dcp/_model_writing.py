@@ -1,13 +1,16 @@
 """Write checkpoints of many ranks as model files (safetensors), and join their parts."""
 
+import contextlib
 import errno
+import fcntl
 import functools
 import json
 import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +32,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute, naming
+from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._safetensors.file import ModelFile
@@ -40,12 +44,22 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
-from nvmeio.torch.dcp._writing import is_told_first, like, log_left, remove_unneeded
+from nvmeio.torch.dcp._writing import (
+    Claim,
+    is_told_first,
+    like,
+    log_left,
+    remove_unneeded,
+)
 
 __all__ = ["HuggingFaceStorageWriter"]
 
 # The final names of a save's files.
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
+
+
+# How long a save waits until another one has renamed its files.
+PATIENCE_S = 60
 
 
 class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
@@ -83,6 +97,7 @@ thread_count_consolidation
         self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
         whole: Any = self.consolidated_output_path
         self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
+        self._claim: Claim | None = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan, create the folder durably, and call torch's method."""
@@ -99,6 +114,9 @@ thread_count_consolidation
         """Give all ranks the same random key of this save."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
+        self._claim = None
+        if self.use_collectives:
+            self._claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
         # What failed saves have left, before it is missed as space.
         _remove_parts(os.fspath(self.path), self._own_prefix())
         for plan in found:
@@ -111,6 +129,16 @@ thread_count_consolidation
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return when they are on the device."""
+        try:
+            return self._write_data(plan, planner)
+        except BaseException:
+            if self._claim is not None:
+                self._claim.remove()
+            raise
+
+    def _write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
         # A planner that caches plans returns them without storage_data.
         told = plan.storage_data or {}
         token = told.get("save")
@@ -134,6 +162,7 @@ thread_count_consolidation
             sources = [_source(planner, item) for item in items]
             said = _said(items, token or "")
             path = os.path.join(self.path, part)
+            _create_like(path, os.path.join(self.path, name))
             save(sources, path, said, sync=self.sync_files)
             for item in items:
                 length = math.prod(item.tensor_data.chunk.sizes) * _itemsize(item)
@@ -145,12 +174,25 @@ thread_count_consolidation
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rename the files, write the index or join the parts, and remove old files."""
+        try:
+            # Only one save renames its files at a time, where the file system has locks.
+            with _alone_in(os.fspath(self.path)):
+                self._finish(metadata, results)
+        except BaseException:
+            parts = {each.storage_data.relative_path for g in results for each in g}
+            remove_unneeded(os.fspath(self.path), filter(final_name, parts))
+            raise
+        finally:
+            if self._claim is not None:
+                self._claim.remove()
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         all_ = [each for group in results for each in group]
         folder = os.fspath(self.path)
         parts = {each.storage_data.relative_path for each in all_}
+        self._give_names(folder, parts)
         for each in all_:
             each.storage_data.relative_path = _whole(each.storage_data.relative_path)
-        self._give_names(folder, parts)
         if not self.save_distributed:
             self._write_index(folder, all_, metadata)
         elif self.enable_consolidation:
@@ -178,6 +220,9 @@ thread_count_consolidation
                 os.path.join(folder, missing[0]),
             )
         for part in parts:
+            if self._claim is not None:
+                # Otherwise files of two saves would be mixed, and neither could be loaded.
+                self._claim.check()
             os.replace(os.path.join(folder, part), os.path.join(folder, _whole(part)))
         if self.sync_files:
             sync_folder(folder)
@@ -233,6 +278,7 @@ thread_count_consolidation
             for name, sources in named.items():
                 parts_of[name] = temporary_name(name)
                 path = os.path.join(target, parts_of[name])
+                _create_like(path, os.path.join(target, name))
                 # transformers requires the key "format".
                 told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
                 save(sources, path, told, sync=self.sync_files)
@@ -244,6 +290,45 @@ thread_count_consolidation
         ]
         self._write_index(target, whole, metadata)
         self._remove_old(target, set(named))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Wait until no other save renames its files in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.01)
+                    continue
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"another save renames its files for more than {PATIENCE_S} s; make "
+                    "one save at a time",
+                    folder,
+                ) from None
+            except OSError:
+                # The file system has no locks, or none of folders.
+                pass
+            break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _create_like(path: str, old: str) -> None:
+    """Create an empty file that may be read by those who may read an old one."""
+    if os.path.isfile(old) and not os.path.islink(old):
+        with naming(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            become_like(descriptor, old)
+        finally:
+            os.close(descriptor)
 
 
 def _is_of_writer(name: str, prefix: str) -> bool:

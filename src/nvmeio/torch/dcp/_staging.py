@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._native.copy import memcpy
 from nvmeio.torch.memory import empty
@@ -81,12 +82,28 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         self.devices: set[torch.device] = set()
 
     def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
-        if type(x) is torch.Tensor and (x.is_conj() or x.is_neg()):
+        if is_traceable_wrapper_subclass(x):
+            # Its own storage has an address if it has an offset, but no bytes.
+            return self._stage_parts(x, memo, non_blocking)
+        if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
             # Torch would copy the storage, and lose the lazy conjugation or negation.
-            x = x.resolve_conj().resolve_neg()
+            x = x.detach().resolve_conj().resolve_neg()
             # Keep it alive, because torch identifies tensors by their ids.
             memo.setdefault(id(memo), []).append(x)
         return super()._offload_tensor(x, memo, non_blocking=non_blocking)
+
+    def _stage_parts(self, x: Any, memo: Any, non_blocking: bool) -> Any:
+        """Copy a tensor that consists of others, such as a DTensor."""
+        names, context = x.__tensor_flatten__()
+        parts = {
+            name: self.deepcopy_with_tensor_offload(
+                getattr(x, name), memo, non_blocking=non_blocking
+            )
+            for name in names
+        }
+        found = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())
+        memo[id(x)] = found
+        return found
 
     def _stage_untyped_storage(
         self, storage: torch.UntypedStorage, non_blocking: bool = False

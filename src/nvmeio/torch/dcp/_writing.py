@@ -13,6 +13,7 @@ import pickle
 import re
 import secrets
 import stat
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
@@ -43,7 +44,14 @@ from nvmeio.torch._saving import errors_of, saving_with
 from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE, load_allowed
 from nvmeio.torch.dcp._metadata import shards_of
 
-__all__ = ["FileSystemWriter", "is_told_first", "like", "log_left", "remove_unneeded"]
+__all__ = [
+    "Claim",
+    "FileSystemWriter",
+    "is_told_first",
+    "like",
+    "log_left",
+    "remove_unneeded",
+]
 
 P = ParamSpec("P")
 
@@ -67,7 +75,17 @@ class _Told:
     save: str  # differs for each save
 
 
-class _Claim:
+@dataclasses.dataclass
+class _Save:
+    """What a rank knows of a save."""
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    before: list[str] = dataclasses.field(default_factory=list)
+    refused: list[str] = dataclasses.field(default_factory=list)
+    claim: "Claim | None" = None
+
+
+class Claim:
     """The right to publish a checkpoint in a folder, which the latest save has.
 
     It is a file with a temporary name, which becomes ``.metadata``.  A later save removes
@@ -77,13 +95,15 @@ class _Claim:
 
     def __init__(self, target: str) -> None:
         self.target, self.path = target, temporary_name(target)
+        self.is_published = False
         folder, name = os.path.split(target)
         # Those of dead processes first, whose times may be in the future.
         remove_left(folder, lambda found: found["name"] == name)
         mode = 0o666
         with contextlib.suppress(FileNotFoundError):
             # Users who may not read the old file must not open the new one.
-            mode &= os.stat(target).st_mode | 0o600
+            if stat.S_ISREG(found := os.lstat(target).st_mode):
+                mode &= found | 0o600
         with naming(target):
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
@@ -144,6 +164,7 @@ class _Claim:
                     os.fsync(file.fileno())
             with renaming(self.target):
                 os.rename(self.path, self.target)
+            self.is_published = True
         except FileNotFoundError:
             raise self._lost() from None
         if sync:
@@ -223,16 +244,38 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 "FileSystemReader can read, not even torch's; use HuggingFaceStorageWriter "
                 "and HuggingFaceStorageReader"
             )
-        self._names: list[str] = []
-        self._before: list[str] = []
-        self._refused: list[str] = []
-        self._claim: _Claim | None = None
         self._stay()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the folder of the next save, as torch's method."""
         super().reset(checkpoint_id)
         self._stay()
+
+    # Each save runs in a thread, and a second one may be told of its folder meanwhile.
+
+    @property
+    def path(self) -> Any:
+        """The folder of the save in this thread, or of the next one."""
+        return getattr(self._saves, "path", self._path)
+
+    @path.setter
+    def path(self, path: Any) -> None:
+        self._path = self._saves.path = path
+
+    @property
+    def _saves(self) -> threading.local:
+        local: threading.local = self.__dict__.setdefault("_local", threading.local())
+        return local
+
+    @property
+    def _save(self) -> "_Save":
+        found = getattr(self._saves, "save", None)
+        if found is None:
+            found = self._saves.save = _Save()
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
 
     def _stay(self) -> None:
         """Keep the folder if the program changes its own; ".." is for the kernel."""
@@ -249,16 +292,19 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 path,
             )
         make_folders(os.fspath(self.path))
+        self._saves.save = _Save()
         # Before this save has a claim: a later one has no files yet.
         own = shards_of(os.fspath(self._get_metadata_path(self.rank)))
         before = _left_in(self.path, self.rank)
-        self._before = [] if own is None else [each for each in before if each not in own]
+        self._save.before = (
+            [] if own is None else [each for each in before if each not in own]
+        )
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the folder, and tell each rank which of its files must stay."""
         path = self._metadata_file()
-        self._claim = _Claim(path)
+        self._save.claim = Claim(path)
         # After the claim: from now on no earlier save replaces the metadata.
         needed = shards_of(path)
         kept: dict[int, set[str]] = {}
@@ -281,13 +327,13 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         """Write this rank's files, and return when they are on the device."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
         results = []
-        names = self._names = []
-        self._refused = []
+        names = self._save.names = []
+        self._save.refused = []
         # What failed saves of this rank have left, perhaps on a drive of its own.  Not if
         # the planner caches plans, and returns that of an earlier save.
         told = plan.storage_data
         if told.kept is not None and is_told_first(told.save):
-            left = set(self._before) - told.kept
+            left = set(self._save.before) - told.kept
             remove_unneeded(os.fspath(self.path), left)
         try:
             for number, items in enumerate(self._files(plan.items)):
@@ -299,8 +345,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         except BaseException:
             # Free their space, because the caller may try again.
             remove_unneeded(os.fspath(self.path), names)
-            if self._claim is not None:
-                self._claim.remove()
+            if self._save.claim is not None:
+                self._save.claim.remove()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -308,10 +354,10 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def _warn(self) -> None:
         """Warn of objects that a FileSystemReader will refuse."""
-        if not self._refused:
+        if not self._save.refused:
             return
-        found = ", ".join(map(repr, sorted(self._refused)[:_NAMES_MAX]))
-        more = len(self._refused) - _NAMES_MAX
+        found = ", ".join(map(repr, sorted(self._save.refused)[:_NAMES_MAX]))
+        more = len(self._save.refused) - _NAMES_MAX
         warnings.warn(
             f"{found}{f' and {more} more' if more > 0 else ''} will be refused when the "
             "checkpoint is loaded, because torch.load(weights_only=True) does not allow "
@@ -340,6 +386,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         path = os.path.join(self.path, name)
         results = []
         with open_for_writing(path, new=True) as file:
+            # Who may not read the old checkpoint must not read the new one.
+            become_like(file.fileno(), self._metadata_file())
             room = sum(_nbytes_of(item) + 2 * PAGE for item in items)
             if room:
                 reserve(file, room, path)
@@ -383,7 +431,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 load_allowed(data)
             # As in the reader, which fails whatever the error is.
             except Exception:
-                self._refused.append(item.index.fqn)
+                self._save.refused.append(item.index.fqn)
             output.write(data.getbuffer())
         else:
             # Without CRC-32 sums, because no reader checks those in a shard.
@@ -396,20 +444,20 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace ``.metadata``, then remove the files of the previous checkpoint."""
-        folder, claim = os.fspath(self.path), self._claim
+        folder, claim = os.fspath(self.path), self._save.claim
         assert claim is not None
         try:
             self._publish(metadata, results, claim)
         except BaseException:
             # Not if it is published, for example without its folder being synced.
-            if claim.is_held:
-                written = [each.storage_data.relative_path for g in results for each in g]
-                remove_unneeded(folder, {*written})
+            if not claim.is_published:
+                written = {each.storage_data.relative_path for g in results for each in g}
+                remove_unneeded(folder, written - (shards_of(claim.target) or set()))
                 claim.remove()
             raise
 
     def _publish(
-        self, metadata: Metadata, results: list[list[WriteResult]], claim: _Claim
+        self, metadata: Metadata, results: list[list[WriteResult]], claim: Claim
     ) -> None:
         folder = os.fspath(self.path)
         metadata.version = filesystem.CURRENT_DCP_VERSION
@@ -422,7 +470,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         # Before publishing: afterwards a later save may begin, and have files here.
         left = (shards_of(claim.target) or set()) | set(_left_in(folder, rank))
         # Only this rank's names: other ranks may write to other file systems.
-        for name in self._names:
+        for name in self._save.names:
             if not os.path.lexists(os.path.join(folder, name)):
                 claim.check()
                 words = "this save has written it, and another process has removed it"
