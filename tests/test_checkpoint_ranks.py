@@ -118,6 +118,17 @@ def test_strangers_folders_are_no_steps(tmp_path):
     assert Checkpointer(tmp_path / "run").agreed_step() is None
 
 
+def test_the_newest_step_is_restored_also_if_it_is_not_the_agreed_one(tmp_path):
+    """Whoever asks for the agreed one by its number gets no other."""
+    saver, other = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    saver.save(30, "agreed")
+    assert other.agreed_step() == 30
+    saver.save(30, "another")
+    with pytest.raises(CheckpointError, match="is another save than the agreed one"):
+        other.restore(30)
+    assert other.restore() == "another"
+
+
 def test_the_ranks_look_only_at_the_newest_steps(tmp_path, monkeypatch):
     """However many are kept, and as far back as they must."""
     with Checkpointer(tmp_path, keep=None) as saver:

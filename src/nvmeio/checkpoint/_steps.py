@@ -49,7 +49,7 @@ class Steps:
             step = step_of(step)
             self.root.put_back()
             try:
-                return step, self._here_or_copy(step, read, files)
+                return step, self._here_or_copy(step, read, files, self.agreed.get(step))
             except GoneError:
                 raise self.missing(step) from None
         # The words of the errors.  An error's traceback would keep all that was read, and
@@ -89,9 +89,13 @@ class Steps:
         words = f"no checkpoint; {what_is_in(where)}"
         raise FileNotFoundError(errno.ENOENT, words, where)
 
-    def _here_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
-        """Read a step, or its copy if the step is missing or damaged."""
-        agreed = self.agreed.get(step)
+    def _here_or_copy(
+        self, step: int, read: Any, files: Collection[str], agreed: str | None = None
+    ) -> Any:
+        """Read a step, or its copy if the step is missing or damaged.
+
+        If an identity is given, another save of the step counts as a missing one.
+        """
 
         def read_agreed(held: Any) -> Any:
             if agreed not in (None, held.manifest.identity):
