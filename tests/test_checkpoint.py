@@ -33,6 +33,8 @@ from nvmeio._streams import reading
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
+    _locks,
+    _manifest,
     _restoring,
     _roots,
     _saving,
@@ -1508,3 +1510,73 @@ def test_a_url_is_no_root(root):
         Checkpointer(root)
     with pytest.raises(ValueError, match="drain_to is ''"):
         Checkpointer("run", drain_to="")
+
+
+@pytest.mark.parametrize("at", ["the root", "its parent"])
+def test_reading_makes_nothing_where_a_folder_is_a_symbolic_link(tmp_path, at):
+    """Which the kernel would link, unlike a folder."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to(tmp_path / "disk")
+    roots = [tmp_path / "scratch" / name for name in "ab"]
+    if at == "the root":
+        for root in roots:
+            (tmp_path / "disk" / root.name).mkdir()
+            (tmp_path / root.name).symlink_to(tmp_path / "disk" / root.name)
+        roots = [tmp_path / root.name for root in roots]
+    for root in roots:
+        for read in (
+            Checkpointer(root).restore,
+            lambda root=root: Checkpointer(root).restore(7),
+        ):
+            with pytest.raises(FileNotFoundError):
+                read()
+        assert at == "its parent" or os.listdir(root) == []
+    assert at == "the root" or os.listdir(tmp_path / "disk") == []
+    for root in roots:
+        Checkpointer(root, keep=1).save(7, root.name)
+    assert [Checkpointer(root).restore() for root in roots] == ["a", "b"]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_step_whose_readers_are_unknown_is_not_removed(tmp_path, monkeypatch, code):
+    saver = Checkpointer(tmp_path, keep=1)
+    saver.save(1, "old")
+
+    def failing(path, flags):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(_locks, "opened", failing)
+    saver.save(2, "new")
+    assert saver.steps() == [1, 2]
+    monkeypatch.undo()
+    assert saver.prune() == [1]
+
+
+def test_a_damaged_step_is_remembered_after_a_chmod(tmp_path):
+    saver = Checkpointer(tmp_path, keep=2, verify="checksum")
+    for step in (1, 2):
+        saver.save(step, np.full(5000, step))
+    path = tmp_path / "step-2" / "tensors.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
+        assert saver.restore()[0] == 1
+    (tmp_path / "step-2").chmod(0o750)
+    saver.save(3, "new")
+    assert 1 in saver.steps()
+
+
+def test_a_name_of_the_newest_step_that_is_zeros_is_renewed(tmp_path):
+    """As a power failure leaves it on some file systems."""
+    saver = Checkpointer(tmp_path)
+    saver.save(1, "a")
+    (tmp_path / ".nvmeio-latest").write_bytes(bytes(7))
+    saver.save(2, "b")
+    assert (tmp_path / ".nvmeio-latest").read_bytes() == b"step-2\n"
+
+
+def test_the_later_save_of_a_step_has_the_greater_identity():
+    """Whatever the time zone of the process was."""
+    saved = ["2026-01-01T10:00:00.000000+09:00", "2026-01-01T02:00:00.000000+00:00"]
+    found = [_manifest.Manifest(1, when, None, 0, {}).identity for when in saved]
+    assert found[0] < found[1]

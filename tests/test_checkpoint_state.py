@@ -952,3 +952,13 @@ def test_numbers_and_texts_keep_their_bits(checkpointer):
             other.tobytes(),
             len(other),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int64])
+def test_a_parameter_without_gradients_is_restored(tmp_path, dtype):
+    state = torch.nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+    Checkpointer(tmp_path).save(1, {"a": state})
+    found = Checkpointer(tmp_path).restore()["a"]
+    assert type(found) is torch.nn.Parameter
+    assert not found.requires_grad
+    assert torch.equal(found, state)

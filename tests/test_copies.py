@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from concurrent.futures import CancelledError
 
@@ -885,3 +886,24 @@ def test_ctrl_c_before_a_save_begins_keeps_nobody_waiting(tmp_path, monkeypatch)
     saver.save(2, 2)
     saver.close()
     assert saver.steps() == [2]
+
+
+def test_a_file_of_others_stays_where_removing_a_folder_removes_all_in_it(monkeypatch):
+    """As with the file systems of pyarrow, such as hdfs."""
+
+    def remove_all(self, path):
+        self.rm(path, recursive=True)
+
+    monkeypatch.setattr(Shelf, "rmdir", remove_all)
+    url = "shelf://run"
+    system = fsspec.filesystem("shelf")
+    system.store.clear()
+    with tempfile.TemporaryDirectory() as root:
+        saver = Checkpointer(root, keep=1, drain_to=url)
+        saver.save(1, "old")
+        saver.drained.result()
+        system.pipe_file("/run/step-1/notes.txt", b"mine")
+        saver.save(2, "new")
+        saver.close()
+    assert system.cat_file("/run/step-1/notes.txt") == b"mine"
+    assert Checkpointer(root, drain_to=url).restore() == "new"

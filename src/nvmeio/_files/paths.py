@@ -70,7 +70,8 @@ def exists_now(path: str) -> bool:
     """Return whether a name exists, even if this host remembers that it does not.
 
     FUSE and NFS keep for a while that a name was not there.  To make a link, the kernel
-    asks the file system again; and a link to a folder is never made.
+    asks the file system again; and a link to a folder is never made.  The dot makes sure
+    that it is a folder, not a symbolic link to one, which could be linked.
     """
     if os.path.lexists(path):
         return True
@@ -78,7 +79,7 @@ def exists_now(path: str) -> bool:
     if not os.path.lexists(folder) and not (folder != path and exists_now(folder)):
         return False
     try:
-        os.link(folder, path)
+        os.link(os.path.join(folder, "."), path)
     except OSError as error:
         return error.errno == errno.EEXIST
     return True

@@ -752,7 +752,7 @@ class Checkpointer:
             stopped = self._copies is not None and self._copies.cancel(step)
             try:
                 self._remove(step)
-            except OSError:
+            except Exception:  # fsspec may raise any type
                 if stopped and self._copies is not None and os.path.lexists(folder):
                     self._copies.begin(step, folder)
                 raise

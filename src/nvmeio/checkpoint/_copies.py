@@ -119,7 +119,7 @@ class Copies:
                 with self._mutex:
                     if self._waiting is not None and self._waiting[0] == step:
                         # It was replaced; the new one is copied next.
-                        return 0
+                        raise CancelledError from None
         else:
             raise CheckpointError(
                 f"{folder} was replaced {TRIES} times while it was copied"

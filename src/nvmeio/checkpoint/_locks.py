@@ -1,6 +1,7 @@
 """The lock that keeps a step from being removed while it is read."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -8,6 +9,22 @@ from collections.abc import Iterator
 from nvmeio._files.descriptors import opened
 
 __all__ = ["exclusive"]
+
+
+# What a file says that no reader can have locked.
+_NOT_LOCKED = {
+    errno.EACCES,
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENOENT,
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.ENOTDIR,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.ESTALE,
+}
 
 
 @contextlib.contextmanager
@@ -21,9 +38,9 @@ def exclusive(path: str) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
-        except OSError:
+        except OSError as error:
             # The file system has no locks, or the step has no such file any more.
-            free = True
+            free = error.errno in _NOT_LOCKED
         else:
             free = True
         yield free

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import crc32c
@@ -95,7 +96,13 @@ class Manifest(NamedTuple):
     def identity(self) -> str:
         """What is the same in all copies of one save, and differs between two saves."""
         digest = hashlib.sha256(self.text()).hexdigest()
-        return f"{self.saved} {digest[:32]}"
+        try:
+            # In one time zone, because the later save is the greater text.
+            saved = datetime.fromisoformat(self.saved).astimezone(timezone.utc)
+            when = saved.isoformat(timespec="microseconds")
+        except (ValueError, OverflowError):
+            when = self.saved
+        return f"{when} {digest[:32]}"
 
     @property
     def nbytes(self) -> int:

@@ -298,7 +298,10 @@ class Remote:
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder, where there are folders."""
         with contextlib.suppress(Exception):
-            self.system.rmdir(self.path(name))
+            # For some file systems, such as those of pyarrow, it need not be empty.
+            self.system.invalidate_cache()
+            if not self.system.ls(self.path(name), detail=False):
+                self.system.rmdir(self.path(name))
 
 
 class _RemoteWriter:

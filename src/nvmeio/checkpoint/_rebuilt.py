@@ -75,7 +75,9 @@ def _part_of(
     if flags and not by_torch:
         raise CheckpointError(f"is an array, and cannot have {', '.join(flags)}")
     part = _sized_part_of(node, path, tensor, by_torch, flags)
-    if flags and not (part.dtype.is_floating_point or part.dtype.is_complex):
+    if "requires_grad" in flags and not (
+        part.dtype.is_floating_point or part.dtype.is_complex
+    ):
         raise CheckpointError(f"has the dtype {part.dtype}, which has no gradients")
     if "strides" in node:
         return part._replace(strides=_strides_of(node["strides"], part))

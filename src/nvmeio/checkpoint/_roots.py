@@ -212,12 +212,17 @@ def _is_ours(path: str) -> bool:
 
 
 def _is_empty(path: str) -> bool:
-    """Return whether there is no file, or an empty one, as after a power failure."""
+    """Return whether there is no file, or an empty one, as after a power failure.
+
+    Or one of zeros.
+    """
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return True
-    return stat.S_ISREG(found.st_mode) and not found.st_size
+    if not stat.S_ISREG(found.st_mode) or found.st_size > NAMED_BYTES_MAX:
+        return False
+    return not _beginning(path, NAMED_BYTES_MAX).strip(b"\0")
 
 
 def _beginning(path: str, nbytes: int) -> bytes:
@@ -367,7 +372,8 @@ class Root:
         if not again and step in self._complete:
             return True
         identities = self._identities(step)
-        if identities is None or self._damaged.get(step) == identities[0]:
+        damaged = self._damaged.get(step)
+        if identities is None or (damaged is not None and damaged == self._identity(step)):
             return False
         if self._complete.get(step) != identities:
             if self.identity(step) is None:
@@ -425,8 +431,15 @@ class Root:
         self._damaged.pop(step, None)
 
     def _identity(self, step: int) -> Identity | None:
-        """Return inode and ctime of the folder of a step; None if there is none."""
-        return _identity_of(self.folder(step))
+        """Return inode and mtime of the folder of a step; None if there is none.
+
+        Not its ctime, which a chmod changes too.
+        """
+        try:
+            found = os.lstat(self.folder(step))
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _identities(self, step: int) -> tuple[Identity, ...] | None:
         """Return the identity of a step's folder and of its files; None if one is gone."""
