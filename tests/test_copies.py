@@ -907,3 +907,15 @@ def test_a_file_of_others_stays_where_removing_a_folder_removes_all_in_it(monkey
         saver.close()
     assert system.cat_file("/run/step-1/notes.txt") == b"mine"
     assert Checkpointer(root, drain_to=url).restore() == "new"
+
+
+def test_a_password_in_a_url_is_not_shown(tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError(errno.EHOSTUNREACH, "no route")
+
+    Checkpointer(tmp_path).save(1, "here")
+    monkeypatch.setattr(Shelf, "ls", unreachable)
+    with pytest.warns(RuntimeWarning, match="cannot be listed") as caught:
+        assert Checkpointer(tmp_path, drain_to="shelf://me:secret@host/run").steps() == [1]
+    assert "shelf://me:***@host/run" in str(caught[0].message)
+    assert "secret" not in str(caught[0].message)
