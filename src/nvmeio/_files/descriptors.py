@@ -1,13 +1,15 @@
 """Descriptors: those of directories, truncation, and errors that do not matter."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from nvmeio._native.descriptor import Descriptor, opened
 
-__all__ = ["FOLDER", "Descriptor", "best_effort", "cut", "opened"]
+__all__ = ["FOLDER", "Descriptor", "best_effort", "closing", "cut", "opened"]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -28,6 +30,19 @@ class best_effort:  # noqa: N801  # like contextlib.suppress
         traceback: TracebackType | None,
     ) -> bool:
         return isinstance(error, OSError) and error.errno is not None
+
+
+@contextlib.contextmanager
+def closing(file: Any) -> Iterator[Any]:
+    """Close one of Python's files at the end, and raise what close(2) reports.
+
+    Not EINTR, with which Linux has closed it all the same.
+    """
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(InterruptedError):
+            file.close()
 
 
 def cut(file: Any, size: int) -> None:

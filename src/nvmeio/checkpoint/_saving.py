@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nvmeio._files.descriptors import closing
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
 from nvmeio._memory.deferred import Deferred
@@ -124,7 +125,8 @@ class Plan:
         return Record(self.total, None if seen is None else seen.sums())
 
     def _write_text(self, folder: Unfinished, name: str, text: bytes) -> Record:
-        with naming(folder.target), open(os.path.join(folder.path, name), "xb") as file:
+        path = os.path.join(folder.path, name)
+        with naming(folder.target), closing(open(path, "xb")) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -98,6 +98,7 @@ thread_count_consolidation
         whole: Any = self.consolidated_output_path
         self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
         self._claim: Claim | None = None
+        self._parts: list[str] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan, create the folder durably, and call torch's method."""
@@ -132,6 +133,8 @@ thread_count_consolidation
         try:
             return self._write_data(plan, planner)
         except BaseException:
+            # Free their space, because the caller may try again.
+            remove_unneeded(os.fspath(self.path), self._parts)
             if self._claim is not None:
                 self._claim.remove()
             raise
@@ -151,6 +154,8 @@ thread_count_consolidation
                 "the planner caches plans, so the files of two saves could not be told "
                 "apart; use enable_plan_caching=False, or save_distributed=False"
             )
+        parts: list[str] = []
+        self._parts = parts
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
@@ -159,6 +164,7 @@ thread_count_consolidation
         for index, items in buckets.items():
             name = _hf_utils._gen_file_name(index, highest, told.get("shard_index", own))
             part = temporary_name(name)
+            parts.append(part)
             sources = [_source(planner, item) for item in items]
             said = _said(items, token or "")
             path = os.path.join(self.path, part)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio._files.descriptors import cut
+from nvmeio._files.descriptors import closing, cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, naming
 from nvmeio._native.file import open_for_writing
@@ -153,7 +153,9 @@ class Claim:
             # which somebody may have put there.
             with (
                 naming(self.target),
-                open(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file,
+                closing(
+                    open(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW), "wb")
+                ) as file,
             ):
                 if not _is_new(file.fileno()):
                     raise self._lost()
