@@ -958,6 +958,42 @@ class TestFailures:
             offloaded.param_groups[0]["lr"] = 0.01
             run(2, theirs, ordinary, ours, offloaded, begin=steps)
 
+    def test_a_fused_step_that_torch_refuses_in_its_second_group_is_half_way(
+        self, tmp_path
+    ):
+        """Its kernels do not count versions of what they change."""
+        params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+        groups = [{"params": [param]} for param in params]
+        inner = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        with nvmeio.torch.offload(inner, tmp_path) as offloaded:
+            give_gradients(params, params, 0)
+            offloaded.step()
+            offloaded.param_groups[1]["lr"] = "fast"
+            with pytest.raises(TypeError):
+                offloaded.step()
+            offloaded.param_groups[1]["lr"] = 0.1
+            with pytest.raises(RuntimeError, match="step 2 has failed half-way"):
+                offloaded.step()
+
+    def test_ctrl_c_after_a_fused_kernel_is_half_way(self, tmp_path, monkeypatch):
+        param = torch.nn.Parameter(torch.ones(8))
+        inner = torch.optim.AdamW([param], lr=0.1, fused=True)
+        with nvmeio.torch.offload(inner, tmp_path) as offloaded:
+            param.grad = torch.ones(8)
+            offloaded.step()
+            fused = torch._fused_adamw_
+
+            def interrupted(*arguments, **options):
+                fused(*arguments, **options)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(torch, "_fused_adamw_", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.step()
+            monkeypatch.undo()
+            with pytest.raises(RuntimeError, match="step 2 has failed half-way"):
+                offloaded.step()
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
     def test_an_interruption_in_a_window_fails_the_step(self, both, error, monkeypatch):
         theirs, ordinary, ours, offloaded = both

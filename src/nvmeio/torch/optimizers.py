@@ -382,9 +382,16 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         versions = [param._version for _, param in updated]
         try:
             type(self.inner).step.__wrapped__(worker)
-        except BaseException:
+        except BaseException as error:
             # The states of the window are not written, and those that are kept are copies.
-            if first and versions == [param._version for _, param in updated]:
+            same = versions == [param._version for _, param in updated]
+            # Fused kernels do not count versions.  One of them does all of a group, and
+            # is refused before it begins.
+            if any(group.get("fused") for group in worker.param_groups):
+                kinds = {(param.dtype, param.device) for _, param in updated}
+                alone = len(worker.param_groups) == len(kinds) == 1
+                same = same and alone and isinstance(error, Exception)
+            if first and same:
                 self._failed = ""
             raise
         for piece, param in updated:
