@@ -1,6 +1,7 @@
 """Embeddings whose tables stay on a drive, and of which rows are read."""
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -15,8 +16,9 @@ from torch import nn
 
 import nvmeio.safetensors.torch as st
 import nvmeio.torch
-from helpers import MIB
+from helpers import MIB, fork
 from nvmeio.safetensors import SafetensorError
+from nvmeio.torch._weights import rows
 
 ROWS, COLUMNS, PARTS = 600, 16, 12
 
@@ -138,6 +140,35 @@ def test_a_file_that_changes_gives_an_error(tmp_path, change):
     found.prefetch(torch.tensor([998]))
     with pytest.raises((OSError, SafetensorError), match="a cannot be read"):
         found(torch.tensor([998]))
+
+
+def test_a_prefetch_that_fails_is_read_again(tmp_path, monkeypatch):
+    path = tmp_path / "table.safetensors"
+    whole = torch.randn(ROWS, COLUMNS)
+    st.save_file({"a": whole}, path)
+    found = nvmeio.torch.DiskEmbedding(path, "a", memory="1MiB")
+    wait = rows._Reading.wait
+
+    def failing(self, weight):
+        monkeypatch.setattr(rows._Reading, "wait", wait)
+        raise OSError(errno.EIO, "once", str(path))
+
+    found.prefetch(torch.tensor([5]))
+    monkeypatch.setattr(rows._Reading, "wait", failing)
+    for _ in range(2):
+        assert torch.equal(found(torch.tensor([5, 6])), whole[5:7])
+
+
+def test_a_forked_child_refuses(tmp_path):
+    path = tmp_path / "table.safetensors"
+    st.save_file({"a": torch.ones(4, 4)}, path)
+    found = nvmeio.torch.DiskEmbedding(path, "a")
+
+    def refused():
+        with pytest.raises(RuntimeError, match="a forked child cannot read it"):
+            found(torch.tensor([1]))
+
+    assert os.waitpid(fork(refused), 0)[1] == 0
 
 
 def test_threads_share_a_table(tmp_path):

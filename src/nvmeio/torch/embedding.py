@@ -98,7 +98,7 @@ class DiskEmbedding(nn.Module):  # type: ignore[misc]  # torch is Any here
             if factors is not None:
                 _check_scales(table, factors)
             table.is_table = True
-            self._table = Rows(table, limit, factors)
+            self._table = Rows(table, limit, factors, prefetches=True)
             weight = DiskParameter.of(table, Store([table], [], 0), self._table)
         weakref.finalize(self._table, source.close).atexit = False
         # Not as a parameter of the module: it cannot be saved as a whole.

@@ -1,6 +1,7 @@
 """Rows of a table on a drive, of which those that are used stay in bounded memory."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from nvmeio._native.request import Request
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio.default import default_handle
-from nvmeio.torch._weights.store import Weight, naming, new_memory, over
+from nvmeio.torch._weights.store import Weight, naming, new_memory, over, refuse_in_child
 
 __all__ = ["Rows"]
 
@@ -21,7 +22,7 @@ Ids = npt.NDArray[np.int64]
 
 # A row may be kept in any of so many places, and replaces the one used longest ago.
 WAYS = 4
-# The largest share of the memory for rows that were prefetched and not used yet.
+# One part in so many of the memory is for rows that were prefetched and not used yet.
 PREFETCHED = 4
 # How many of these may wait.
 PREFETCHES = 64
@@ -121,24 +122,32 @@ class _Reading:
 class Rows:
     """The rows of a weight; `memory` is for those that stay after they were used.
 
+    With `prefetches`, a part of it is for rows that are read before they are used.
     With `scales`, of which there are one or several for each row, the values of a row are
     multiplied by them: each by its own equal share of the row.
     """
 
-    def __init__(self, weight: Weight, memory: int, scales: Weight | None = None) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        memory: int,
+        scales: Weight | None = None,
+        *,
+        prefetches: bool = False,
+    ) -> None:
         self.weight, self.scales = weight, scales
         self._sources = [_Source.of(each) for each in (weight, scales) if each is not None]
         self.row_bytes = sum(each.row_bytes for each in self._sources)
         # A number and a time for each row that is kept.
-        sets = max(0, memory) // (WAYS * (self.row_bytes + 16))
+        self._prefetchable = max(0, memory) // PREFETCHED if prefetches else 0
+        sets = (max(0, memory) - self._prefetchable) // (WAYS * (self.row_bytes + 16))
         sets = min(sets, -(-weight.shape[0] // WAYS))
         self._kept = np.empty((sets * WAYS, self.row_bytes), np.uint8)
         self._numbers = np.full((sets, WAYS), -1, np.int64)
         self._used = np.zeros((sets, WAYS), np.int64)
         self._now = 0
         self._readings: list[_Reading] = []
-        self._prefetchable = self._kept.nbytes // PREFETCHED
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self.hits = self.misses = self.bytes_read = 0
 
     @property
@@ -147,6 +156,7 @@ class Rows:
         return self._kept.nbytes + self._numbers.nbytes + self._used.nbytes
 
     def _checked(self, ids: torch.Tensor) -> Ids:
+        refuse_in_child(self._process, self.weight)
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"rows are {ids.dtype}; they must be int64 or int32")
         found: Ids = np.sort(ids.detach().numpy().astype(np.int64, copy=False), axis=None)
@@ -184,7 +194,7 @@ class Rows:
                 missing = missing[~np.isin(missing, reading.ids, assume_unique=True)]
             if not len(missing):
                 return
-            room = self._prefetchable // self.row_bytes - len(missing)
+            room = self._prefetchable // max(1, self.row_bytes) - len(missing)
             while self._readings and (
                 sum(len(each.ids) for each in self._readings) > room
                 or len(self._readings) >= PREFETCHES
@@ -223,11 +233,15 @@ class Rows:
         for reading in self._readings:
             came = np.isin(ids, reading.ids, assume_unique=True) & missing
             if came.any():
-                done.append(reading)
-                rows = reading.wait(self.weight)
+                self._readings = [each for each in self._readings if each is not reading]
+                try:
+                    rows = reading.wait(self.weight)
+                except (OSError, SafetensorError):
+                    # They are read again, which raises the error if it is still there.
+                    continue
+                done.append((reading.ids, rows))
                 parts.append((came, rows[reading.ids.searchsorted(ids[came])]))
                 missing &= ~came
-        self._readings = [each for each in self._readings if each not in done]
         count = int(missing.sum())
         self.hits += len(ids) - count
         self.misses += count
@@ -242,8 +256,8 @@ class Rows:
             self._used.reshape(-1)[places[kept]] = self._now
             for chosen, part in parts:
                 rows[chosen] = part
-        for reading in done:
-            self._keep(reading.ids, reading.wait(self.weight))
+        for each in done:
+            self._keep(*each)
         if count:
             self._keep(ids[missing], read)
         return rows

@@ -40,6 +40,7 @@ __all__ = [
     "naming",
     "new_memory",
     "over",
+    "refuse_in_child",
 ]
 
 # Of memory, as torch allocates it.
@@ -271,6 +272,15 @@ def naming(weight: Weight, error: Exception) -> Exception:
     return RuntimeError(f"{words}{type(error).__name__}: {error}")
 
 
+def refuse_in_child(process: int, weight: Weight) -> None:
+    """Raise RuntimeError if this is not the process that has opened the files."""
+    if process != os.getpid():
+        raise RuntimeError(
+            f"the weight {weight.name} is on a drive, and a forked child cannot read it; "
+            "start the child by spawn, and open the weights there"
+        )
+
+
 def _abandon_all(reads: dict[_Reading, None]) -> None:
     for reading in list(reads):
         reading.abandon()
@@ -337,19 +347,15 @@ class Store:
 
     def fetch(self, wanted: Sequence[Weight]) -> dict[Weight, torch.Tensor]:
         """Return the values of weights, which stay in memory while they are held."""
-        if self._process != os.getpid():
-            raise RuntimeError(
-                f"the weight {wanted[0].name} is on a drive, and a forked child cannot "
-                "read it; start the child by spawn, and call disk_offload there"
-            )
+        refuse_in_child(self._process, wanted[0])
         found: dict[Weight, torch.Tensor] = {}
         readings: dict[Weight, _Reading] = {}
         with self._lock:
             for weight in wanted:
                 if weight.is_part:
                     weight.is_soon = False
-                    if self._recent.pop(weight, self) is None:
-                        self._recent[weight] = None
+                    if weight in self._recent:
+                        self._recent[weight] = self._recent.pop(weight)
                 elif self._missing:
                     self._order.use(self.numbers[weight])
                 # What is needed now is held, so it is not forgotten for what comes.
