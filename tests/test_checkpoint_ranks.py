@@ -119,7 +119,7 @@ def test_strangers_folders_are_no_steps(tmp_path):
 
 
 def test_the_newest_step_is_restored_also_if_it_is_not_the_agreed_one(tmp_path):
-    """Whoever asks for the agreed one by its number gets no other."""
+    """Asked for by its number, the agreed one is restored, or none."""
     saver, other = Checkpointer(tmp_path), Checkpointer(tmp_path)
     saver.save(30, "agreed")
     assert other.agreed_step() == 30

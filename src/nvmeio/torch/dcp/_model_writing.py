@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, naming
 from nvmeio._publish.attributes import become_like
@@ -46,6 +47,7 @@ from nvmeio.default import default_handle
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
 from nvmeio.torch.dcp._writing import (
     Claim,
+    OfThread,
     is_told_first,
     like,
     log_left,
@@ -62,7 +64,7 @@ _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
 PATIENCE_S = 60
 
 
-class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
+class HuggingFaceStorageWriter(OfThread, hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
     """A writer of model files for ``torch.distributed.checkpoint.save``.
 
     Parameters
@@ -97,8 +99,6 @@ thread_count_consolidation
         self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
         whole: Any = self.consolidated_output_path
         self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
-        self._claim: Claim | None = None
-        self._parts: list[str] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan, create the folder durably, and call torch's method."""
@@ -109,15 +109,15 @@ thread_count_consolidation
             )
         _refuse(plan.items, self.fqn_to_index_mapping, self.save_distributed)
         make_folders(os.fspath(self.path))
+        self._begin_save()
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
-        self._claim = None
         if self.use_collectives:
-            self._claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
+            self._save.claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
         # What failed saves have left, before it is missed as space.
         _remove_parts(os.fspath(self.path), self._own_prefix())
         for plan in found:
@@ -134,9 +134,9 @@ thread_count_consolidation
             return self._write_data(plan, planner)
         except BaseException:
             # Free their space, because the caller may try again.
-            remove_unneeded(os.fspath(self.path), self._parts)
-            if self._claim is not None:
-                self._claim.remove()
+            remove_unneeded(os.fspath(self.path), self._save.names)
+            if self._save.claim is not None:
+                self._save.claim.remove()
             raise
 
     def _write_data(
@@ -155,7 +155,7 @@ thread_count_consolidation
                 "apart; use enable_plan_caching=False, or save_distributed=False"
             )
         parts: list[str] = []
-        self._parts = parts
+        self._save.names = parts
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
         highest = max(mapping.values()) if mapping else 1
@@ -189,8 +189,8 @@ thread_count_consolidation
             remove_unneeded(os.fspath(self.path), filter(final_name, parts))
             raise
         finally:
-            if self._claim is not None:
-                self._claim.remove()
+            if self._save.claim is not None:
+                self._save.claim.remove()
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         all_ = [each for group in results for each in group]
@@ -226,9 +226,9 @@ thread_count_consolidation
                 os.path.join(folder, missing[0]),
             )
         for part in parts:
-            if self._claim is not None:
+            if self._save.claim is not None:
                 # Otherwise files of two saves would be mixed, and neither could be loaded.
-                self._claim.check()
+                self._save.claim.check()
             os.replace(os.path.join(folder, part), os.path.join(folder, _whole(part)))
         if self.sync_files:
             sync_folder(folder)
@@ -301,29 +301,35 @@ thread_count_consolidation
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
     """Wait until no other save renames its files in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with descriptors.opened(folder, descriptors.FOLDER) as descriptor:
         end = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(0.01)
-                    continue
+        while not _is_locked(descriptor):
+            if time.monotonic() > end:
                 raise FileExistsError(
                     errno.EEXIST,
                     f"another save renames its files for more than {PATIENCE_S} s; make "
                     "one save at a time",
                     folder,
-                ) from None
-            except OSError:
-                # The file system has no locks, or none of folders.
-                pass
-            break
-        yield
-    finally:
-        os.close(descriptor)
+                )
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            # At once, also if a child that was forked meanwhile has the descriptor too.
+            with descriptors.best_effort():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a folder; return False if another process or thread has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The file system has no locks, or none of folders.
+        pass
+    return True
 
 
 def _create_like(path: str, old: str) -> None:

@@ -47,6 +47,7 @@ from nvmeio.torch.dcp._metadata import shards_of
 __all__ = [
     "Claim",
     "FileSystemWriter",
+    "OfThread",
     "is_told_first",
     "like",
     "log_left",
@@ -197,7 +198,43 @@ def like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[
     return functools.wraps(function)
 
 
-class FileSystemWriter(filesystem.FileSystemWriter):  # type: ignore[misc]
+class OfThread:
+    """A writer's folder, and what it knows of a save, in the thread of that save.
+
+    A second save may be told of its folder while the first one runs in another thread.
+    """
+
+    _path: Any
+
+    @property
+    def path(self) -> Any:
+        """The folder of the save in this thread, or of the next one."""
+        return getattr(self._saves, "path", self._path)
+
+    @path.setter
+    def path(self, path: Any) -> None:
+        self._path = self._saves.path = path
+
+    @property
+    def _saves(self) -> threading.local:
+        local: threading.local = self.__dict__.setdefault("_local", threading.local())
+        return local
+
+    @property
+    def _save(self) -> "_Save":
+        found = getattr(self._saves, "save", None)
+        if found is None:
+            found = self._saves.save = _Save()
+        return found
+
+    def _begin_save(self) -> None:
+        self._saves.save = _Save()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+
+class FileSystemWriter(OfThread, filesystem.FileSystemWriter):  # type: ignore[misc]
     """A writer for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Parameters
@@ -253,32 +290,6 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         super().reset(checkpoint_id)
         self._stay()
 
-    # Each save runs in a thread, and a second one may be told of its folder meanwhile.
-
-    @property
-    def path(self) -> Any:
-        """The folder of the save in this thread, or of the next one."""
-        return getattr(self._saves, "path", self._path)
-
-    @path.setter
-    def path(self, path: Any) -> None:
-        self._path = self._saves.path = path
-
-    @property
-    def _saves(self) -> threading.local:
-        local: threading.local = self.__dict__.setdefault("_local", threading.local())
-        return local
-
-    @property
-    def _save(self) -> "_Save":
-        found = getattr(self._saves, "save", None)
-        if found is None:
-            found = self._saves.save = _Save()
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
-
     def _stay(self) -> None:
         """Keep the folder if the program changes its own; ".." is for the kernel."""
         self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
@@ -294,7 +305,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 path,
             )
         make_folders(os.fspath(self.path))
-        self._saves.save = _Save()
+        self._begin_save()
         # Before this save has a claim: a later one has no files yet.
         own = shards_of(os.fspath(self._get_metadata_path(self.rank)))
         before = _left_in(self.path, self.rank)
