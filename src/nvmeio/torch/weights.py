@@ -16,7 +16,9 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio.torch._weights.lazy import LazyTensor
 from nvmeio.torch._weights.pretrained import (
-    by_expert,
+    compute_as_before,
+    compute_by_expert,
+    expert_modules,
     is_pretrained,
     loaded_from,
     loaded_like,
@@ -363,7 +365,7 @@ class _Offload:
         self.slots: list[tuple[nn.Module, str, Weight]] = []
         self.buffers: list[tuple[nn.Module, str, Weight]] = []
         self._find_weights()
-        self.experts = by_expert(model)
+        self.experts = expert_modules(model)
         self._split_experts()
         names = [tables] if isinstance(tables, str) else list(tables)
         self.rows: dict[Weight, Rows] = {}
@@ -430,7 +432,7 @@ class _Offload:
 
     def _split_experts(self) -> None:
         """Let experts be read one by one, where the model computes with them so."""
-        for module in self.experts.modules:
+        for module in self.experts:
             for value in module._parameters.values():
                 weight = self.weights.get(id(value))
                 if weight is not None and weight.shape[:1] == (module.num_experts,):
@@ -499,7 +501,8 @@ class _Offload:
         for (module, slot, _), value in zip(self.buffers, buffers, strict=True):
             module._buffers[slot] = value
         _refresh(self.model)
-        self.experts.begin()
+        if self.experts:
+            compute_by_expert(self.model)
         for module in self.model.modules():
             if any(type(each) is DiskParameter for each in module.parameters()):
                 module._apply = types.MethodType(_apply, module)
@@ -524,7 +527,7 @@ class _Offload:
             vars(module).pop("_apply", None)
             vars(module).pop("extra_repr", None)
             _unhook(module)
-        by_expert(model).end()
+        compute_as_before(model)
         delattr(model, _ATTRIBUTE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Offload":

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,14 @@ from nvmeio.torch._weights.lazy import REFUSALS, LazyTensor
 from nvmeio.torch._weights.store import BY_EXPERT
 from nvmeio.torch._weights.tensor import DiskParameter
 
-__all__ = ["by_expert", "is_pretrained", "loaded_from", "loaded_like"]
+__all__ = [
+    "compute_as_before",
+    "compute_by_expert",
+    "expert_modules",
+    "is_pretrained",
+    "loaded_from",
+    "loaded_like",
+]
 
 # The release with which models were compared.
 TESTED = "5.24.0"
@@ -112,46 +118,35 @@ def _load(
     return model, sorted(report["unexpected_keys"])
 
 
-def by_expert(model: nn.Module) -> "Experts":
+def expert_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that compute with experts which a router has chosen."""
-    modules = []
-    if is_pretrained(model):
-        modules = [
-            module
-            for module in model.modules()
-            if hasattr(type(module).forward, "__wrapped__")
-            and isinstance(getattr(module, "num_experts", None), int)
-            and hasattr(getattr(module, "config", None), "_experts_implementation")
-            and any(
-                value is not None and value.dim() > 2 and len(value) == module.num_experts
-                for value in module._parameters.values()
-            )
-        ]
-    return Experts(model, modules)
+    if not is_pretrained(model):
+        return []
+    return [
+        module
+        for module in model.modules()
+        if hasattr(type(module).forward, "__wrapped__")
+        and isinstance(getattr(module, "num_experts", None), int)
+        and hasattr(getattr(module, "config", None), "_experts_implementation")
+        and any(
+            value is not None and value.dim() > 2 and len(value) == module.num_experts
+            for value in module._parameters.values()
+        )
+    ]
 
 
-class Experts:
-    """Modules of experts, which are computed with one by one while they are on a drive."""
+def compute_by_expert(model: Any) -> None:
+    """Let a model compute with one expert after the other, in the order of "eager"."""
+    moe = importlib.import_module("transformers.integrations.moe")
+    moe.ALL_EXPERTS_FUNCTIONS.register(BY_EXPERT, _compute_by_expert)
+    vars(model)[_BEFORE] = model.get_experts_implementation()
+    model.set_experts_implementation(BY_EXPERT)
 
-    def __init__(self, model: Any, modules: list[Any]) -> None:
-        self.modules = modules
-        self._model = weakref.ref(model)
 
-    def begin(self) -> None:
-        """Compute with one expert after the other, in the order of "eager"."""
-        model = self._model()
-        if not self.modules or model is None:
-            return
-        moe = importlib.import_module("transformers.integrations.moe")
-        moe.ALL_EXPERTS_FUNCTIONS.register(BY_EXPERT, _compute_by_expert)
-        vars(model)[_BEFORE] = model.get_experts_implementation()
-        model.set_experts_implementation(BY_EXPERT)
-
-    def end(self) -> None:
-        """Compute as before."""
-        model = self._model()
-        if model is not None and (before := vars(model).pop(_BEFORE, None)) is not None:
-            model.set_experts_implementation(before)
+def compute_as_before(model: Any) -> None:
+    """Undo compute_by_expert(), if that was done."""
+    if (before := vars(model).pop(_BEFORE, None)) is not None:
+        model.set_experts_implementation(before)
 
 
 # Where a model keeps how it computed with experts before.
