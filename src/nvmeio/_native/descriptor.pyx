@@ -118,18 +118,30 @@ cdef class Descriptor:
         self.close_number()
 
 
+# The temporary names that objects of this process have.
+cdef set _in_use = set()
+
+
+def is_in_use(str name):
+    """Return whether a temporary name, without its folder, is that of an object."""
+    return name in _in_use
+
+
 @cython.final
 cdef class TemporaryName:
     """The name of a temporary file or folder, removed with its object unless kept."""
 
     cdef object path
     cdef bytes name      # None once it is removed or kept
+    cdef str last        # its last part, which is in use as long
     cdef int process     # a forked child must not remove it
 
     def __init__(self, path):
         self.name = encoded(path)
         self.path = path
+        self.last = os.path.basename(path)
         self.process = getpid()
+        _in_use.add(self.last)
 
     def __dealloc__(self):
         self.remove()
@@ -143,10 +155,12 @@ cdef class TemporaryName:
             with nogil:
                 if unlink(c_name) and c_errno == EISDIR:
                     remove_folder(AT_FDCWD, c_name, 0)
+        _in_use.discard(self.last)
 
     def keep(self):
         """Leave the name: what has it is complete, or has another."""
         self.name = None
+        _in_use.discard(self.last)
 
     def __enter__(self):
         return self.path

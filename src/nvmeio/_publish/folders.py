@@ -18,7 +18,7 @@ from nvmeio._publish.names import (
     ASIDE,
     OwnerOf,
     is_dead,
-    is_own,
+    is_left,
     remove_left,
     renaming,
     temporary_name,
@@ -217,14 +217,13 @@ def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:
     """Remove the unfinished folders, of any host, whose final names begin with `prefix`.
 
     The caller holds the lock that lets no other process write such folders.  With `own`,
-    remove only those of this process.
+    remove only those of this process that it does not use any more.
     """
 
     def chosen(found: OwnerOf) -> bool:
-        return found["name"].startswith(prefix) and (not own or is_own(found))
+        return found["name"].startswith(prefix) and (not own or is_left(found))
 
-    # Where folders cannot be locked, another thread may be using one.
-    removed, failed = remove_left(folder, chosen, unlockable=not own)
+    removed, failed = remove_left(folder, chosen)
     for path in removed:
         _log.info("removed an unfinished folder of a save that was stopped: %s", path)
     if failed is not None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import opened
 from nvmeio._files.paths import naming
-from nvmeio._native.descriptor import TemporaryName, remove_tree
+from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
-__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_own"]
+__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left"]
 __all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
@@ -121,20 +121,20 @@ def is_dead(found: OwnerOf) -> bool:
     return _host() == found["host"] and (now < 0 or (now != then and 0 not in (now, then)))
 
 
-def is_own(found: OwnerOf) -> bool:
-    """Return whether a temporary name is of this process."""
+def is_left(found: OwnerOf) -> bool:
+    """Return whether a temporary name is of this process, and nothing uses it any more."""
     process = os.getpid()
     wanted = (_host(), process, _start_of(process))
-    return (found["host"], int(found["pid"]), int(found["start"])) == wanted
+    own = (found["host"], int(found["pid"]), int(found["start"])) == wanted
+    return own and not is_in_use(found.string)
 
 
 def remove_left(
-    folder: str, chosen: Callable[[OwnerOf], bool], *, unlockable: bool = True
+    folder: str, chosen: Callable[[OwnerOf], bool]
 ) -> tuple[list[str], OSError | None]:
     """Remove what has temporary names and is not locked; return paths and the first error.
 
-    What was set aside for a new one that did not come gets its name back.  With
-    `unlockable`, also what the file system cannot lock.
+    What was set aside for a new one that did not come gets its name back.
     """
     removed, failed = [], None
     for entry in os.scandir(folder):
@@ -142,7 +142,7 @@ def remove_left(
         if not (chosen(found) if found else _is_nobodys(entry)):
             continue
         try:
-            if _remove(entry.path, found, unlockable=unlockable):
+            if _remove(entry.path, found):
                 removed.append(entry.path)
         except FileNotFoundError:
             continue
@@ -158,7 +158,7 @@ def _is_nobodys(entry: "os.DirEntry[str]") -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - _NOBODYS_AGE_S
 
 
-def _remove(path: str, found: OwnerOf | None, *, unlockable: bool) -> bool:
+def _remove(path: str, found: OwnerOf | None) -> bool:
     """Remove a file or folder, or give it its name back; return whether it was removed."""
     mode = os.lstat(path).st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
@@ -167,8 +167,7 @@ def _remove(path: str, found: OwnerOf | None, *, unlockable: bool) -> bool:
         naming(path),
         opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
     ):
-        locked = _locked(descriptor)
-        if not (unlockable if locked is None else locked):
+        if _is_locked(descriptor):
             return False
         if found and found["kind"] == ASIDE:
             target = os.path.join(os.path.dirname(path), found["name"])
@@ -182,13 +181,13 @@ def _remove(path: str, found: OwnerOf | None, *, unlockable: bool) -> bool:
     return True
 
 
-def _locked(descriptor: int) -> bool | None:
-    """Lock a file or folder; return False if it is locked, and None if it cannot be."""
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file or folder; return whether another has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return True
     except OSError:
         # The file system cannot lock it.
-        return None
-    return True
+        return False
+    return False
