@@ -395,6 +395,29 @@ def test_print_says_what_is_on_the_drive(tmp_path):
     assert repr(model) == before
 
 
+def test_stats_count_every_use(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    uses = len(list(model.parameters()))
+    call(model, x)
+    first = nvmeio.torch.disk_stats(model)
+    # The first layer, before anything is known; then it is read ahead.
+    assert first["waits_demanded"] == 2
+    assert first["hits"] + first["waits_ahead"] == uses - 2
+    assert first["seconds_waited"] > 0
+    call(model, x)
+    assert nvmeio.torch.disk_stats(model) == {**first, "hits": first["hits"] + uses}
+
+
+def test_compilers_are_refused(tmp_path):
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    for compiled in (torch.compile(model), lambda x: torch.export.export(model, (x,))):
+        with pytest.raises(RuntimeError, match=r"the weight 0\.weight is on a drive"):
+            compiled(x)
+    call(model, x)
+
+
 def test_a_copy_has_the_same_weights(tmp_path):
     model, path, x = made("linear", tmp_path)
     expected = results(model, x)

@@ -20,9 +20,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+import nvmeio.safetensors.torch as st
 import nvmeio.torch
 from docstring_examples import examples, run_example
-from nvmeio.torch._weights import pretrained
+from nvmeio.torch._weights import pretrained, store
 
 VOCABULARY = 128
 WIDTH = 64
@@ -321,6 +322,25 @@ def test_weights_are_converted_as_transformers_does_it(folder, dtype):
     kind = transformers.Qwen3MoeForCausalLM
     resident = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
     model = nvmeio.torch.load_disk_offload(folder, memory=LARGE, dtype=dtype)
+    assert all(map(torch.equal, computed(model), computed(resident)))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_weights_that_the_files_have_twice(folder, monkeypatch, same):
+    """They are one if their values are the same, which are compared piece by piece."""
+    monkeypatch.setattr(store, "PIECE_BYTES", 4096)
+    saved(folder, "Llama, tied")
+    tensors = {}
+    for part in folder.glob("*.safetensors"):
+        tensors |= st.load_file(part)
+        part.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += not same
+    st.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    resident = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model = nvmeio.torch.load_disk_offload(folder, memory=LARGE)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
     assert all(map(torch.equal, computed(model), computed(resident)))
 
 

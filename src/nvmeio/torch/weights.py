@@ -137,11 +137,11 @@ def disk_offload(
     check_dtype(dtype)
     _check_whole(model)
     with opened(checkpoint) as source:
-        tensors = {name: source.tensor(name) for name in source.places}
         if is_pretrained(model):
-            like, unused = loaded_like(model, tensors)
+            like, unused = loaded_like(model, source)
             tensors = _lazy_tensors(like)
         else:
+            tensors = source.tensors()
             known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
             unused = [name for name in tensors if name not in known]
         offload = _Offload(model, source, tensors, limit, dtype, tables)
@@ -223,10 +223,10 @@ def load_disk_offload(
     check_dtype(dtype)
     place = os.fsdecode(path_of(folder))
     with opened(place) as source:
-        tensors = {name: source.tensor(name) for name in source.places}
-        model, _ = loaded_from(place, tensors, dtype)
-        tensors = _lazy_tensors(model)
-        _Offload(model, source, tensors, limit, None, tables, casts=True).begin()
+        model, _ = loaded_from(place, source, dtype)
+        _Offload(
+            model, source, _lazy_tensors(model), limit, None, tables, casts=True
+        ).begin()
     return model
 
 
@@ -293,7 +293,7 @@ def remove_disk_offload(model: nn.Module) -> nn.Module:
     return model
 
 
-def disk_stats(model: nn.Module) -> dict[str, int]:
+def disk_stats(model: nn.Module) -> dict[str, int | float]:
     """Return what was read of the weights of a model on a drive.
 
     Parameters
@@ -303,11 +303,13 @@ def disk_stats(model: nn.Module) -> dict[str, int]:
 
     Returns
     -------
-    dict of str to int
+    dict of str to int or float
         ``bytes_total``, of all weights; ``bytes_limit``, the argument `memory`;
         ``bytes_used``, of weights in memory now, and ``bytes_peak``, the most so far;
-        ``bytes_read``; ``hits``, uses of weights that were in memory; and ``waits``, uses
-        that had to wait for the drive.  With tables also ``row_hits`` and ``row_misses``.
+        ``bytes_read``; ``hits``, uses of weights that were in memory; ``waits_ahead``, uses
+        of weights that were being read ahead and had not come; ``waits_demanded``, uses of
+        weights that were not expected, or for which there was no room; and
+        ``seconds_waited``.  With tables also ``row_hits`` and ``row_misses``.
 
     Raises
     ------
@@ -477,7 +479,7 @@ class _Offload:
             calls.append([each.parts[0] if each.parts else each for each in found])
         return calls
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Return what was read of weights and of rows of tables."""
         found = self.store.stats()
         for rows in self.rows.values():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["REFUSALS", "Arrangement", "LazyTensor", "Run", "arranged"]
+__all__ = ["LOADING", "Arrangement", "LazyTensor", "Loading", "Run", "arranged"]
 
 aten = torch.ops.aten
 
@@ -61,8 +61,8 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     ) -> Any:
         options = dict(kwargs or {})
         if func is aten.equal.default:
-            # Tied weights that the checkpoint has twice are two weights.
-            return False
+            # Two weights that are tied are one if the checkpoint has the same twice.
+            return LOADING.get().equal(*args)
         if func is aten.constant_pad_nd.default and not any(args[1]):
             func, args = aten.clone.default, args[:1]
         if func not in _ARRANGING:
@@ -91,15 +91,23 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-# What was refused, because a loader may go on after an error.
-REFUSALS: contextvars.ContextVar[list[NotImplementedError]] = contextvars.ContextVar(
-    "nvmeio_refusals"
-)
+class Loading(NamedTuple):
+    """How a loader's work goes: what compares two tensors, and what was refused.
+
+    A loader may go on after an error.
+    """
+
+    equal: Callable[[LazyTensor, LazyTensor], bool]
+    refusals: list[NotImplementedError]
+
+
+LOADING: contextvars.ContextVar[Loading] = contextvars.ContextVar("nvmeio_loading")
 
 
 def _refused(words: str) -> NotImplementedError:
     error = NotImplementedError(words)
-    REFUSALS.get([]).append(error)
+    if (loading := LOADING.get(None)) is not None:
+        loading.refusals.append(error)
     return error
 
 

@@ -4,13 +4,13 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from nvmeio.torch._weights.lazy import REFUSALS, LazyTensor
+from nvmeio.torch._weights.lazy import LOADING, Loading
+from nvmeio.torch._weights.source import Checkpoint
 from nvmeio.torch._weights.store import BY_EXPERT
 from nvmeio.torch._weights.tensor import DiskParameter
 
@@ -33,15 +33,13 @@ def is_pretrained(model: nn.Module) -> bool:
     return package is not None and isinstance(model, package.PreTrainedModel)
 
 
-def loaded_like(
-    model: Any, tensors: Mapping[str, LazyTensor]
-) -> tuple[nn.Module, list[str]]:
+def loaded_like(model: Any, source: Checkpoint) -> tuple[nn.Module, list[str]]:
     """Return a model like one of transformers', and which tensors it has no place for."""
-    return _load(type(model), model.config, tensors, torch.float32, 4)
+    return _load(type(model), model.config, source, torch.float32, 4)
 
 
 def loaded_from(
-    folder: str, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None
+    folder: str, source: Checkpoint, dtype: torch.dtype | None
 ) -> tuple[nn.Module, list[str]]:
     """Return a model as a folder describes it, and the tensors it has no place for."""
     try:
@@ -73,7 +71,7 @@ def loaded_from(
             f"{transformers.__version__} has no such model; load it yourself and call "
             "disk_offload()"
         )
-    model, unused = _load(known[0], config, tensors, dtype or "auto", 4)
+    model, unused = _load(known[0], config, source, dtype or "auto", 4)
     model.config.name_or_path = folder
     if model.can_generate() and os.path.isfile(
         os.path.join(folder, "generation_config.json")
@@ -85,7 +83,7 @@ def loaded_from(
 
 
 def _load(
-    kind: Any, config: Any, tensors: Mapping[str, LazyTensor], dtype: Any, level: int
+    kind: Any, config: Any, source: Checkpoint, dtype: Any, level: int
 ) -> tuple[Any, list[str]]:
     transformers = sys.modules["transformers"]
     if getattr(config, "quantization_config", None) is not None:
@@ -101,12 +99,12 @@ def _load(
             stacklevel=level,
         )
     refusals: list[NotImplementedError] = []
-    token = REFUSALS.set(refusals)
+    token = LOADING.set(Loading(source.equal, refusals))
     try:
         model, report = kind.from_pretrained(
             None,
             config=config,
-            state_dict=dict(tensors),
+            state_dict=source.tensors(),
             dtype=dtype,
             output_loading_info=True,
         )
@@ -114,7 +112,7 @@ def _load(
         # The loader has gone on with the others, and printed what it could not convert.
         raise refusals[0] if refusals else error from None
     finally:
-        REFUSALS.reset(token)
+        LOADING.reset(token)
     return model, sorted(report["unexpected_keys"])
 
 

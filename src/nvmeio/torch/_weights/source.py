@@ -84,6 +84,22 @@ class Checkpoint:
             _, kind, shape, *_ = look_up(self.files[place], name)
             return LazyTensor.of(name, shape, torch_dtype(kind))
 
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Return all tensors of the checkpoint, without their values."""
+        return {name: self.tensor(name) for name in self.places}
+
+    def equal(self, one: LazyTensor, other: LazyTensor) -> bool:
+        """Return whether two tensors have the same values, which are read.
+
+        Of those that cannot be read piece by piece it is not known.
+        """
+        pair = [self.weight("", each, None, True) for each in (one, other)]
+        if one.shape != other.shape or pair[0].stored != pair[1].stored:
+            return False
+        if any(each.making is not None for each in pair):
+            return False
+        return all(map(torch.equal, *(each.stored_pieces() for each in pair)))
+
     def weight(
         self, name: str, value: LazyTensor, dtype: torch.dtype | None, casts: bool
     ) -> Weight:

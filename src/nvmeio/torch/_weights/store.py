@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.units import in_binary
+from nvmeio._native.file import File
 from nvmeio._native.pool import pool_memory, pool_stats, pool_trim
 from nvmeio._native.request import Request
 from nvmeio._safetensors.file import ModelFile
@@ -50,6 +51,8 @@ AHEAD_BYTES = 64 << 20
 # How many of the coming uses are looked at for weights to read ahead.
 AHEAD_USES = 64
 PAGE = 4096
+# How much of two weights is compared at a time.
+PIECE_BYTES = 16 << 20
 # The name of what computes with experts one by one, to transformers.
 BY_EXPERT = "nvmeio"
 # How much idle memory of the pool is left to it.
@@ -140,20 +143,33 @@ class Weight:
         if self.making is not None or len(self.shape) < 2 or not self.shape[0]:
             return
         size = self.stored_bytes // self.shape[0]
-        pieces: list[list[Extent]] = [[] for _ in range(self.shape[0])]
-        for file, offset, nbytes, place in self.extents:
-            done = 0
-            while done < nbytes:
-                number, begin = divmod(place + done, size)
-                count = min(size - begin, nbytes - done)
-                pieces[number].append(Extent(file, offset + done, count, begin))
-                done += count
-        for number, extents in enumerate(pieces):
+        for number, extents in enumerate(self._cut(size, self.shape[0])):
             part = Weight(
                 f"{self.name}[{number}]", self.shape[1:], self.stored, self.dtype, extents
             )
             part.is_part = True
             self.parts.append(part)
+
+    def _cut(self, size: int, count: int) -> list[list[Extent]]:
+        """Return the extents of pieces of so many bytes."""
+        pieces: list[list[Extent]] = [[] for _ in range(count)]
+        for file, offset, nbytes, place in self.extents:
+            done = 0
+            while done < nbytes:
+                number, begin = divmod(place + done, size)
+                taken = min(size - begin, nbytes - done)
+                pieces[number].append(Extent(file, offset + done, taken, begin))
+                done += taken
+        return pieces
+
+    def stored_pieces(self) -> Iterator[torch.Tensor]:
+        """Read the values as they are stored, one piece after the other."""
+        count = -(-self.stored_bytes // PIECE_BYTES)
+        for number, extents in enumerate(self._cut(PIECE_BYTES, count)):
+            nbytes = min(PIECE_BYTES, self.stored_bytes - number * PIECE_BYTES)
+            memory = new_memory(nbytes)
+            default_handle().submit_read_many(_items(extents, memory)).wait()
+            yield over(memory, self.stored, [nbytes // self.stored.itemsize])
 
     def values_of(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
         """Return the values, in the dtype in which they are stored."""
@@ -174,14 +190,14 @@ class _Values:
 
     def are_held(self) -> bool:
         """Return whether others hold the tensor, or another one over its memory."""
-        return _holders(self.tensor) > _OWN_HOLDERS
+        return self.holders() > _OWN_HOLDERS
 
-
-def _holders(tensor: torch.Tensor) -> int:
-    # Torch counts for a storage the tensors over it, and Python the names of the tensor.
-    storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count + sys.getrefcount(tensor)
+    def holders(self) -> int:
+        # Torch counts for a storage the tensors over it, and Python the names of the
+        # tensor.  It is passed to no function of Python: once torch.compile has replaced
+        # how these are run, the caller holds their arguments too.
+        count: int = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
+        return count + sys.getrefcount(self.tensor)
 
 
 def _is_held(weight: Weight) -> bool:
@@ -262,6 +278,17 @@ def new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(whole, np.uint8, max(nbytes, 1), begin)
 
 
+def _items(
+    extents: Sequence[Extent], memory: npt.NDArray[np.uint8]
+) -> list[tuple[npt.NDArray[np.uint8], File, int]]:
+    """Return what is to be read, each into its place in memory."""
+    return [
+        (memory[each.place : each.place + each.nbytes], each.file.file, each.offset)
+        for each in extents
+        if each.nbytes
+    ]
+
+
 def naming(weight: Weight, error: Exception) -> Exception:
     """Return an error of a read that says which weight it was."""
     words = f"the weight {weight.name} cannot be read: "
@@ -289,8 +316,7 @@ def _abandon_all(reads: dict[_Reading, None]) -> None:
 
 def _own_holders() -> int:
     weight = Weight("", (1,), torch.uint8, torch.uint8, ())
-    values = _Values(weight, np.empty(1, np.uint8))
-    return _holders(values.tensor)
+    return _Values(weight, np.empty(1, np.uint8)).holders()
 
 
 # What a store's own reference counts for.
@@ -343,7 +369,10 @@ class Store:
         # A handle keeps the memory of what nobody waits for.
         self._reads: dict[_Reading, None] = {}
         weakref.finalize(self, _abandon_all, self._reads).atexit = False
-        self.bytes_read = self.hits = self.waits = self.bytes_peak = 0
+        self.bytes_read = self.bytes_peak = 0
+        # Uses of what was in memory, was being read, and was not expected.
+        self.hits = self.waits_ahead = self.waits_demanded = 0
+        self.seconds_waited = 0.0
 
     def fetch(self, wanted: Sequence[Weight]) -> dict[Weight, torch.Tensor]:
         """Return the values of weights, which stay in memory while they are held."""
@@ -364,17 +393,19 @@ class Store:
                     self.hits += 1
                     continue
                 reading = weight.reading
-                if reading is not None and reading.is_done():
-                    self.hits += 1
-                else:
-                    self.waits += 1
                 if reading is None:
+                    self.waits_demanded += 1
                     reading = self._start(weight, demanded=True)
                     assert reading is not None
+                elif reading.is_done():
+                    self.hits += 1
+                else:
+                    self.waits_ahead += 1
                 reading.waiting += 1
                 readings[weight] = reading
             if self._missing:
                 self._read_ahead()
+        begin = time.perf_counter() if readings else 0.0
         try:
             for weight, reading in readings.items():
                 found[weight] = self._land(weight, reading).tensor
@@ -386,6 +417,8 @@ class Store:
             with self._lock:
                 for reading in readings.values():
                     reading.waiting -= 1
+                if readings:
+                    self.seconds_waited += time.perf_counter() - begin
             readings.clear()
         return found
 
@@ -446,12 +479,7 @@ class Store:
         memory = stored = self.memory(weight.nbytes)
         if weight.is_converted:
             stored = self.memory(weight.stored_bytes)
-        whole = stored[: weight.stored_bytes]
-        items = [
-            (whole[each.place : each.place + each.nbytes], each.file.file, each.offset)
-            for each in weight.extents
-            if each.nbytes
-        ]
+        items = _items(weight.extents, stored)
         request = self._handle.submit_read_many(items) if items else None
         self.bytes_read += weight.stored_bytes
         weight.reading = _Reading(weight, stored, memory, request)
@@ -595,8 +623,8 @@ class Store:
             f"{words}, and the program holds {some}; release them, or give more memory"
         )
 
-    def stats(self) -> dict[str, int]:
-        """Return what was read, and how often that had to be waited for."""
+    def stats(self) -> dict[str, int | float]:
+        """Return what was read, and how often and long that had to be waited for."""
         with self._lock:
             self._count_freed()
             return {
@@ -606,5 +634,7 @@ class Store:
                 "bytes_peak": self.bytes_peak,
                 "bytes_read": self.bytes_read,
                 "hits": self.hits,
-                "waits": self.waits,
+                "waits_ahead": self.waits_ahead,
+                "waits_demanded": self.waits_demanded,
+                "seconds_waited": self.seconds_waited,
             }

@@ -232,6 +232,17 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         """Raise RuntimeError: the values are not in memory."""
         self._refuse("moved to shared memory")
 
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Raise RuntimeError in torch.compile, which asks for what it could compile."""
+        if torch.compiler.is_compiling():
+            self._refuse("compiled")
+        raise AttributeError("__tensor_flatten__")
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Any:
+        """Do nothing: only with this method torch asks for the other."""
+
     def requires_grad_(self, requires_grad: bool = True) -> "DiskParameter":
         """Return the parameter; raise RuntimeError if it should be trained."""
         if requires_grad:
