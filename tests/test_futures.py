@@ -65,17 +65,29 @@ async def leave(handle):
 
 
 def eventfds():
-    """Return the kernel's numbers of the eventfds of this process.
-
-    Not the descriptors: a new one gets that of one that an earlier test has left, and that
-    is closed meanwhile.
-    """
+    """Return the kernel's numbers of the eventfds of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             text = Path(f"/proc/self/fdinfo/{name}").read_text()
             found.update(re.findall(r"^eventfd-id:\s+(\d+)$", text, re.MULTILINE))
     return found
+
+
+@pytest.fixture
+def keep_eventfds():
+    """Keep the numbers of the eventfds that earlier tests have left.
+
+    They may be closed meanwhile, and a new one would get the number of an old one.
+    """
+    kept = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
+                kept.append(os.dup(int(name)))
+    yield
+    for each in kept:
+        os.close(each)
 
 
 def task_count():
@@ -248,6 +260,7 @@ class TestAwait:
                 next(request.__await__())
         assert request.wait() == 1
 
+    @pytest.mark.usefixtures("keep_eventfds")
     def test_a_loop_that_closes_first_is_released(self, slow_handle, path, pages, new_loop):
         start, check = pages
         before = eventfds()
@@ -455,8 +468,9 @@ class TestAsyncWith:
     def test_async_with_ends_without_descriptors(self, slow_handle, path, run):
         async def main():
             with plugged(slow_handle, path.parent) as plugs:
+                await slow_handle.__aenter__()
                 with no_descriptors():
-                    task = asyncio.create_task(leave(slow_handle))
+                    task = asyncio.create_task(slow_handle.__aexit__(None, None, None))
                     await asyncio.sleep(0.01)
                 assert not task.done()
                 assert slow_handle.pending
@@ -478,6 +492,7 @@ class TestAsyncWith:
 
         run(main())
 
+    @pytest.mark.usefixtures("keep_eventfds")
     def test_async_with_leaves_no_descriptor(self, engine, handle_class, path, new_loop):
         path.write_bytes(pattern(PAGE))
 
@@ -497,6 +512,7 @@ class TestAsyncWith:
 class TestDescriptors:
     """There is one eventfd for each handle and loop, and none afterwards."""
 
+    @pytest.mark.usefixtures("keep_eventfds")
     def test_there_is_one_eventfd_for_each_handle_and_loop(
         self, open_handle, folder, pages, run
     ):
@@ -530,6 +546,7 @@ class TestDescriptors:
         run(main())
         assert eventfds() <= before
 
+    @pytest.mark.usefixtures("keep_eventfds")
     @pytest.mark.all_combinations
     @pytest.mark.parametrize("thread", ["own", "other"])
     @pytest.mark.parametrize("way", ["close", "drop"])
@@ -562,6 +579,7 @@ class TestDescriptors:
 
         run(main())
 
+    @pytest.mark.usefixtures("keep_eventfds")
     def test_waiting_threads_leave_no_eventfd(self, slow_handle, path, pages):
         start, _ = pages
         before = eventfds()
@@ -751,6 +769,7 @@ class TestAsCompleted:
         found = run(rest())
         assert (set(found), len(found)) == (reads, 3)
 
+    @pytest.mark.usefixtures("keep_eventfds")
     def test_a_thread_and_a_loop_may_iterate_in_turns(self, open_handle, pages, run):
         start, _ = pages
         handles = [open_handle() for _ in range(2)]

@@ -1026,6 +1026,8 @@ cdef class Handle:
             raise
 
     async def __aenter__(self):
+        # What __aexit__() needs: then there may be no descriptor for the module's file.
+        import nvmeio._events.event_loop
         return self.__enter__()
 
     async def __aexit__(self, *exc_info):
