@@ -3,6 +3,7 @@
 import copy
 import errno
 import gc
+import itertools
 import os
 import pickle
 import subprocess
@@ -393,6 +394,23 @@ def test_print_says_what_is_on_the_drive(tmp_path):
     assert repr(model).count("on a drive") == before.count("Linear(")
     nvmeio.torch.remove_disk_offload(model)
     assert repr(model) == before
+
+
+@pytest.mark.parametrize("kept", [6, 12, 15])
+def test_a_pass_reads_only_what_has_no_room(tmp_path, kept):
+    """And what is read ahead meanwhile, at most a quarter of the memory or two weights."""
+    layers = 16
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
+    path = tmp_path / "model.safetensors"
+    st.save_file(model.state_dict(), path)
+    size = 64 * 64 * 4
+    nvmeio.torch.disk_offload(model, path, memory=kept * size)
+    read = []
+    for _ in range(5):
+        model(torch.ones(1, 64))
+        read.append(nvmeio.torch.disk_stats(model)["bytes_read"] // size)
+    for before, after in itertools.pairwise(read[1:]):
+        assert after - before <= layers - kept + max(2, kept // 4) + 1
 
 
 def test_stats_count_every_use(tmp_path):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 SUBJECTS = (
-    *("activations", "callbacks", "checkpoints", "defaults", "exits", "faults"),
+    *("activations", "callbacks", "checkpoints", "defaults", "devices", "exits", "faults"),
     *("forks", "futures", "loaders", "memory", "models", "optimizers", "signals"),
 )
 

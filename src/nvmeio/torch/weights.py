@@ -52,6 +52,7 @@ def disk_offload(
     checkpoint: Path,
     *,
     memory: int | str,
+    execution_device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
     tables: str | Sequence[str] = (),
 ) -> nn.Module:
@@ -72,6 +73,10 @@ def disk_offload(
     memory : int or str
         The limit in bytes for weights in memory, such as "4GiB".  The least is what the
         largest layer needs and the largest weight, which is read ahead of it.
+    execution_device : torch.device, str or int, optional
+        The device that computes, by default the CPU.  A weight is read into pinned memory
+        and copied when it is used; `memory` limits both together.  Buffers and parameters
+        that the checkpoint lacks are moved there.
     dtype : torch.dtype, optional
         The dtype of floating-point weights; by default as stored.
     tables : str or sequence of str, optional
@@ -96,9 +101,10 @@ def disk_offload(
         which `memory` has no room.  From whatever would change a weight, as
         ``load_state_dict``, ``to``, ``half`` or an optimizer.
     TypeError, ValueError
-        An argument is of the wrong type; `memory` is less than the least; a parameter or
-        buffer is on the meta device and not in the checkpoint, or has another shape there;
-        or the model is on a drive already.  Nothing was changed.
+        An argument is of the wrong type; `memory` is less than the least; the device does
+        not exist, or has no streams and events; a parameter or buffer is on the meta device
+        and not in the checkpoint, or has another shape there; or the model is on a drive
+        already.  Nothing was changed.
 
     Warns
     -----
@@ -135,6 +141,7 @@ def disk_offload(
         raise TypeError(f"model is of type {type(model).__name__}; it must be a Module")
     limit = size_of("memory", memory, 0)
     check_dtype(dtype)
+    device = _device_of(execution_device)
     _check_whole(model)
     with opened(checkpoint) as source:
         if is_pretrained(model):
@@ -144,7 +151,7 @@ def disk_offload(
             tensors = source.tensors()
             known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
             unused = [name for name in tensors if name not in known]
-        offload = _Offload(model, source, tensors, limit, dtype, tables)
+        offload = _Offload(model, source, tensors, limit, device, dtype, tables)
         offload.warn_of(unused)
         offload.begin()
     return model
@@ -154,6 +161,7 @@ def load_disk_offload(
     folder: Path,
     *,
     memory: int | str,
+    execution_device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
     tables: str | Sequence[str] = (),
 ) -> nn.Module:
@@ -171,6 +179,8 @@ def load_disk_offload(
         them.
     memory : int or str
         The limit in bytes for weights in memory, as of `disk_offload`.
+    execution_device : torch.device, str or int, optional
+        The device that computes, as of `disk_offload`.
     dtype : torch.dtype, optional
         The dtype of the model, by default the one that its config names.
     tables : str or sequence of str, optional
@@ -221,13 +231,39 @@ def load_disk_offload(
     """
     limit = size_of("memory", memory, 0)
     check_dtype(dtype)
+    device = _device_of(execution_device)
     place = os.fsdecode(path_of(folder))
     with opened(place) as source:
         model, _ = loaded_from(place, source, dtype)
-        _Offload(
-            model, source, _lazy_tensors(model), limit, None, tables, casts=True
-        ).begin()
+        tensors = _lazy_tensors(model)
+        _Offload(model, source, tensors, limit, device, None, tables, casts=True).begin()
     return model
+
+
+def _device_of(chosen: torch.device | str | int | None) -> torch.device:
+    """Return the device that computes, with its number."""
+    if chosen is None:
+        return torch.device("cpu")
+    device = torch.device(chosen)
+    if device.type in ("cpu", "meta"):
+        if device.type == "meta":
+            raise ValueError("execution_device is 'meta'; it must be able to compute")
+        return torch.device("cpu")
+    try:
+        module = torch.get_device_module(device)
+        usable = module.is_available()
+    except RuntimeError:
+        module, usable = None, False
+    if not usable:
+        raise ValueError(
+            f"execution_device is {str(device)!r}, and there is no such device"
+        )
+    if not hasattr(module, "current_stream") or not hasattr(module, "Event"):
+        raise ValueError(
+            f"execution_device is {str(device)!r}, a device without streams and events"
+        )
+    number = module.current_device() if device.index is None else device.index
+    return torch.device(device.type, number)
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -356,13 +392,14 @@ class _Offload:
         source: Checkpoint,
         tensors: Mapping[str, LazyTensor],
         limit: int,
+        device: torch.device,
         dtype: torch.dtype | None,
         tables: str | Sequence[str],
         *,
         casts: bool = False,
     ) -> None:
         self.model, self.source, self.tensors = model, source, tensors
-        self.dtype, self.casts = dtype, casts
+        self.device, self.dtype, self.casts = device, dtype, casts
         self.weights: dict[int, Weight] = {}  # by the identity of the parameter before
         self.slots: list[tuple[nn.Module, str, Weight]] = []
         self.buffers: list[tuple[nn.Module, str, Weight]] = []
@@ -428,8 +465,11 @@ class _Offload:
                 f"{name} has the shape {tuple(weight.shape)} in {self.source.path}, and "
                 f"{tuple(value.shape)} in the model"
             )
-        if value.device.type not in ("cpu", "meta"):
-            raise ValueError(f"{name} is on {value.device}; it must be on the CPU or meta")
+        if value.device.type not in ("cpu", "meta") and value.device != self.device:
+            raise ValueError(
+                f"{name} is on {value.device}; it must be on {self.device}, the CPU or meta"
+            )
+        weight.device = self.device
         return weight
 
     def _split_experts(self) -> None:
@@ -498,6 +538,7 @@ class _Offload:
             weight: DiskParameter.of(weight, self.store, self.rows.get(weight))
             for *_, weight in self.slots
         }
+        self._move_rest()
         for module, slot, weight in self.slots:
             module._parameters[slot] = made[weight]
         for (module, slot, _), value in zip(self.buffers, buffers, strict=True):
@@ -511,6 +552,24 @@ class _Offload:
                 module.extra_repr = types.MethodType(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
         setattr(self.model, _ATTRIBUTE, self)
+
+    def _move_rest(self) -> None:
+        """Move what stays in memory to the device that computes."""
+        read = {id(module._buffers[slot]) for module, slot, _ in self.buffers}
+        rest = [
+            (kind, module, slot, value)
+            for kind in _KINDS
+            for _, module, slot, value in _named(self.model, kind)
+            if value.device != self.device
+            and id(value) not in self.weights
+            and id(value) not in read
+        ]
+        moved = {id(value): value.data.to(self.device) for *_, value in rest}
+        for kind, module, slot, value in rest:
+            if kind == "_buffers":
+                module._buffers[slot] = moved[id(value)]
+            else:
+                value.data = moved[id(value)]
 
     def end(self, model: nn.Module) -> None:
         """Read all weights into parameters of their own, in a model or in its copy."""

@@ -159,7 +159,7 @@ class Rows:
         refuse_in_child(self._process, self.weight)
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"rows are {ids.dtype}; they must be int64 or int32")
-        found: Ids = np.sort(ids.detach().numpy().astype(np.int64, copy=False), axis=None)
+        found: Ids = np.sort(ids.numpy().astype(np.int64, copy=False), axis=None)
         # np.unique() takes five times as long for some thousand.
         found = found[np.diff(found, prepend=found[:1] - 1) != 0]
         for number in (found[0], found[-1]) if len(found) else ():
@@ -172,22 +172,26 @@ class Rows:
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows by their numbers, which may be in a tensor of any shape."""
+        device = self.weight.device
+        if device.type == "cpu":
+            device = ids.device
+        ids = ids.detach().cpu()
         wanted = self._checked(ids)
         if not len(wanted):
             shape = (*ids.shape, *self.weight.shape[1:])
-            return torch.empty(shape, dtype=self.weight.dtype)
+            return torch.empty(shape, dtype=self.weight.dtype, device=device)
         with self._lock:
             rows = self._read(wanted)
         found = self._converted(rows)
-        numbers = ids.detach().reshape(-1).long()
+        numbers = ids.reshape(-1).long()
         known = torch.from_numpy(wanted)
         if not torch.equal(known, numbers):
             found = found[torch.searchsorted(known, numbers)]
-        return found.view(*ids.shape, *self.weight.shape[1:])
+        return found.view(*ids.shape, *self.weight.shape[1:]).to(device)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to read rows that are read next, as far as there is memory for them."""
-        wanted = self._checked(ids)
+        wanted = self._checked(ids.detach().cpu())
         with self._lock:
             missing = wanted[~self._find(wanted)[1]]
             for reading in self._readings:

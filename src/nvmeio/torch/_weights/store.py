@@ -6,6 +6,7 @@ neither a tensor of the program nor a graph of autograd.
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,11 @@ __all__ = [
 
 # Of memory, as torch allocates it.
 ALIGNMENT = 64
-# How many bytes are read ahead, at least two weights.
+_CPU = torch.device("cpu")
+# How many bytes are read ahead at most; also not more than this share of the limit, because
+# what is kept for the next pass need not be read again.  At least two weights.
 AHEAD_BYTES = 64 << 20
+AHEAD_SHARE = 4
 # How many of the coming uses are looked at for weights to read ahead.
 AHEAD_USES = 64
 PAGE = 4096
@@ -106,8 +110,12 @@ class Weight:
         self.is_part = False
         # Whether its rows are read one by one.
         self.is_table = False
+        # Where its values are used.
+        self.device = _CPU
         # Whether it is a part that will be needed soon.
         self.is_soon = False
+        # Whether it was read ahead, and not used since.
+        self.is_ahead = False
         self.stored_bytes = max((each.place + each.nbytes for each in extents), default=0)
         self.nbytes: int = self.shape.numel() * dtype.itemsize
         # What is in memory: the values, or their bytes on the way.
@@ -121,8 +129,10 @@ class Weight:
 
     @property
     def room(self) -> int:
-        """The memory that is needed to read it: for the bytes as stored, and converted."""
+        """The memory to read it: as stored, converted, and on the device."""
         more = self.stored_bytes if self.is_converted else 0
+        if self.device.type != "cpu":
+            more += self.nbytes
         if self.making is not None:
             more += self.shape.numel() * self.stored.itemsize
         return self.nbytes + more
@@ -134,9 +144,11 @@ class Weight:
 
     def copy(self) -> "Weight":
         """Return the same weight, of which nothing is in memory."""
-        return Weight(
+        found = Weight(
             self.name, self.shape, self.stored, self.dtype, self.extents, self.making
         )
+        found.device = self.device
+        return found
 
     def split(self) -> None:
         """Let the parts of the first dimension be read one by one."""
@@ -147,7 +159,7 @@ class Weight:
             part = Weight(
                 f"{self.name}[{number}]", self.shape[1:], self.stored, self.dtype, extents
             )
-            part.is_part = True
+            part.is_part, part.device = True, self.device
             self.parts.append(part)
 
     def _cut(self, size: int, count: int) -> list[list[Extent]]:
@@ -182,11 +194,39 @@ class Weight:
         return self.making.make(parts)
 
 
-class _Values:
-    """The values of a weight, in memory."""
+class _Room:
+    """A part of the limit for memory of a device, which is free once this is gone."""
 
-    def __init__(self, weight: Weight, memory: npt.NDArray[np.uint8]) -> None:
+
+class _Values:
+    """The values of a weight, in memory or on a device."""
+
+    def __init__(
+        self, weight: Weight, memory: npt.NDArray[np.uint8], room: _Room | None = None
+    ) -> None:
         self.tensor = over(memory, weight.dtype, weight.shape)
+        self.room = room
+        # What copies them to the device, until the store has taken note of it.
+        self.copy: _Copy | None = None
+        if room is not None:
+            device = weight.device
+            with torch.inference_mode(False), torch.no_grad():
+                self.tensor = self.tensor.to(device, non_blocking=True)
+            module = torch.get_device_module(device)
+            self.stream = module.current_stream(device)
+            self.event = module.Event()
+            self.event.record(self.stream)
+            self.copy = _Copy(self.event, memory)
+
+    def use(self) -> torch.Tensor:
+        """Return the values; what the current stream does next waits for their copy."""
+        if self.room is not None:
+            device = self.tensor.device
+            stream = torch.get_device_module(device).current_stream(device)
+            if stream != self.stream:
+                stream.wait_event(self.event)
+                self.tensor.record_stream(stream)
+        return self.tensor
 
     def are_held(self) -> bool:
         """Return whether others hold the tensor, or another one over its memory."""
@@ -206,6 +246,13 @@ def _is_held(weight: Weight) -> bool:
     return weight.values is None or weight.values.are_held()
 
 
+class _Copy(NamedTuple):
+    """A copy to a device that may be going on, and the memory that it reads."""
+
+    event: Any
+    memory: npt.NDArray[np.uint8]
+
+
 class _Reading:
     """A weight that is being read."""
 
@@ -214,8 +261,10 @@ class _Reading:
         weight: Weight,
         stored: npt.NDArray[np.uint8],
         memory: npt.NDArray[np.uint8],
+        room: _Room | None,
         request: Request | None,
     ) -> None:
+        self.room = room
         self.stored: npt.NDArray[np.uint8] | None = stored
         self.memory: npt.NDArray[np.uint8] | None = memory
         self.weight, self.request = weight, request
@@ -241,8 +290,8 @@ class _Reading:
                     made = weight.values_of(self.stored)
                     over(self.memory, weight.dtype, weight.shape).copy_(made)
                     del made
-                self.values = _Values(weight, self.memory)
-                self.stored = self.memory = None
+                self.values = _Values(weight, self.memory, self.room)
+                self.stored = self.memory = self.room = None
             return self.values
 
     def is_done(self) -> bool:
@@ -254,7 +303,7 @@ class _Reading:
             with contextlib.suppress(CancelledError):
                 self.request.exception()
         # The traceback of an error keeps this.
-        self.request = self.stored = self.memory = None
+        self.request = self.stored = self.memory = self.room = None
 
 
 def over(
@@ -267,8 +316,14 @@ def over(
         return whole[:size].view(dtype).view(torch.Size(shape)).detach()
 
 
-def new_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Allocate memory of the pool, or where that has reached its limit, of its own."""
+def new_memory(nbytes: int, device: torch.device = _CPU) -> npt.NDArray[np.uint8]:
+    """Allocate memory of the pool, or where that has reached its limit, of its own.
+
+    What is copied to a device comes from torch, which keeps pinned memory for the next use.
+    """
+    if device.type == "cuda":
+        pinned = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)
+        return np.asarray(pinned.numpy())
     try:
         return np.asarray(memoryview(pool_memory(max(nbytes, 1), False, None)))
     except MemoryError:
@@ -308,10 +363,14 @@ def refuse_in_child(process: int, weight: Weight) -> None:
         )
 
 
-def _abandon_all(reads: dict[_Reading, None]) -> None:
+def _end_all(reads: dict[_Reading, None], copies: deque[_Copy]) -> None:
     for reading in list(reads):
         reading.abandon()
     reads.clear()
+    # Their memory is used again, and what was computed with them may not be done.
+    for copy in copies:
+        copy.event.synchronize()
+    copies.clear()
 
 
 def _own_holders() -> int:
@@ -363,12 +422,17 @@ class Store:
         # The parts in memory, the ones that were used last at the end.
         self._recent: dict[Weight, None] = {}
         self._process = os.getpid()
+        # How much may be read ahead, and is.
+        largest = max((each.nbytes for each in self.weights), default=0)
+        self._window = max(min(AHEAD_BYTES, limit // AHEAD_SHARE), 2 * largest)
+        self._ahead = 0
         self._used = 0
         self._freed: deque[int] = deque()
         self._handle = default_handle()
         # A handle keeps the memory of what nobody waits for.
         self._reads: dict[_Reading, None] = {}
-        weakref.finalize(self, _abandon_all, self._reads).atexit = False
+        self._copies: deque[_Copy] = deque()
+        weakref.finalize(self, _end_all, self._reads, self._copies).atexit = False
         self.bytes_read = self.bytes_peak = 0
         # Uses of what was in memory, was being read, and was not expected.
         self.hits = self.waits_ahead = self.waits_demanded = 0
@@ -387,9 +451,10 @@ class Store:
                         self._recent[weight] = self._recent.pop(weight)
                 elif self._missing:
                     self._order.use(self.numbers[weight])
+                self._count_ahead(weight, is_ahead=False)
                 # What is needed now is held, so it is not forgotten for what comes.
                 if weight.values is not None:
-                    found[weight] = weight.values.tensor
+                    found[weight] = weight.values.use()
                     self.hits += 1
                     continue
                 reading = weight.reading
@@ -408,7 +473,7 @@ class Store:
         begin = time.perf_counter() if readings else 0.0
         try:
             for weight, reading in readings.items():
-                found[weight] = self._land(weight, reading).tensor
+                found[weight] = self._land(weight, reading).use()
         except BaseException:
             # The traceback must not keep them in memory.
             found.clear()
@@ -435,6 +500,9 @@ class Store:
             raise
         with self._lock:
             self._reads.pop(reading, None)
+            if values.copy is not None:
+                self._copies.append(values.copy)
+                values.copy = None
             if weight.reading is reading:
                 weight.reading = None
                 weight.values = values
@@ -461,50 +529,61 @@ class Store:
                 part.is_soon = False
 
     def _count_missing(self, weight: Weight, count: int) -> None:
+        if count > 0:
+            self._count_ahead(weight, is_ahead=False)
         if not weight.is_part and not weight.is_in_pieces:
             self._missing += count
 
-    def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+    def _memory(self, nbytes: int, device: torch.device) -> npt.NDArray[np.uint8]:
         """Allocate memory that counts until nobody holds it."""
-        array = new_memory(nbytes)
+        array = new_memory(nbytes, device)
+        self._count(array, nbytes)
+        return array
+
+    def _count(self, holder: object, nbytes: int) -> None:
+        """Count memory until its holder is gone."""
         self._used += nbytes
         self.bytes_peak = max(self.bytes_peak, self._used)
-        weakref.finalize(array, self._freed.append, nbytes).atexit = False
-        return array
+        weakref.finalize(holder, self._freed.append, nbytes).atexit = False
 
     def _start(self, weight: Weight, *, demanded: bool) -> _Reading | None:
         """Start to read a weight; return None if that needs room, and is not demanded."""
         if not self._make_room(weight, demanded):
             return None
-        memory = stored = self.memory(weight.nbytes)
+        room = None
+        if weight.device.type != "cpu":
+            room = _Room()
+            self._count(room, weight.nbytes)
+        memory = stored = self._memory(weight.nbytes, weight.device)
         if weight.is_converted:
-            stored = self.memory(weight.stored_bytes)
+            stored = self._memory(weight.stored_bytes, _CPU)
         items = _items(weight.extents, stored)
         request = self._handle.submit_read_many(items) if items else None
         self.bytes_read += weight.stored_bytes
-        weight.reading = _Reading(weight, stored, memory, request)
+        weight.reading = _Reading(weight, stored, memory, room, request)
         self._reads[weight.reading] = None
         self._count_missing(weight, -1)
         return weight.reading
 
     def _read_ahead(self) -> None:
         """Start the reads of what is needed next."""
-        ahead = count = 0
-        for uses, number in enumerate(self._order.expected()):
-            if uses == AHEAD_USES:
-                break
+        for number in itertools.islice(self._order.expected(), AHEAD_USES):
             weight = self.weights[number]
-            if weight.values is not None:
-                continue
-            ahead += weight.room
-            count += 1
-            if weight.reading is None and (
-                (count > 2 and ahead > AHEAD_BYTES)
-                or self._start(weight, demanded=False) is None
-            ):
-                break
+            if weight.values is None and weight.reading is None:
+                if self._ahead + weight.nbytes > self._window:
+                    break
+                if self._start(weight, demanded=False) is None:
+                    break
+                self._count_ahead(weight, is_ahead=True)
+
+    def _count_ahead(self, weight: Weight, *, is_ahead: bool) -> None:
+        if weight.is_ahead != is_ahead:
+            weight.is_ahead = is_ahead
+            self._ahead += weight.nbytes if is_ahead else -weight.nbytes
 
     def _count_freed(self) -> None:
+        while self._copies and self._copies[0].event.query():
+            self._copies.popleft()
         while self._freed:
             self._used -= self._freed.popleft()
 
@@ -518,6 +597,9 @@ class Store:
             distance = self._order.distance(self.numbers[wanted])
         self._forget_to(limit, distance)
         if demanded and self._used > limit:
+            while self._used > limit and self._copies:
+                self._copies.popleft().event.synchronize()
+                self._count_freed()
             self._abandon_reads(limit)
             # A thread that has just done a read may still hold its memory, and a cycle of
             # Python objects that of weights.
@@ -541,6 +623,8 @@ class Store:
     def _forget_to(self, limit: int, distance: int | None) -> None:
         """Forget weights until at most `limit` bytes are used, if that is possible."""
         self._count_freed()
+        # What copies read is free once they have ended.
+        limit += sum(each.memory.nbytes for each in self._copies)
         if self._used > limit:
             for victim in self._victims(distance):
                 self._forget(victim)

@@ -55,7 +55,7 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
                 strides=stride,
                 storage_offset=offset,
                 dtype=dtype,
-                device="cpu",
+                device=weight.device,
             )
         found._weight, found._store, found._made = weight, store, made
         return found
@@ -129,6 +129,11 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         ]
         return found if several else found[0]
 
+    def _stays(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a copy is to be on the same device."""
+        device = options.get("device")
+        return device is None or torch.device(device) == self.device
+
     def _part(self, index: int) -> "DiskParameter":
         """Return a part that is read by itself."""
         count = len(self._weight.parts)
@@ -170,7 +175,7 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             if ids is not None:
                 return first._rows.read(ids)
         traits = _TRAITS.get(func) or _Traits(func)
-        if traits.is_later and type(first) is cls and _stays_here(options):
+        if traits.is_later and type(first) is cls and first._stays(options):
             return first._later(func, args[1:], options)
         for position, name in traits.written:
             target = args[position] if position < len(args) else options.get(name)
@@ -208,7 +213,7 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array that cannot be written."""
-        found = self.values().numpy()
+        found = self.values().numpy(force=force)
         found.flags.writeable = False
         return found
 
@@ -281,12 +286,6 @@ def _rows_of(function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
     if function is aten.select.int and arguments[0] == 0 and arguments[1] >= 0:
         return torch.tensor(arguments[1])
     return None
-
-
-def _stays_here(options: Mapping[str, Any]) -> bool:
-    """Return whether a copy is to be on the processor, and needs nothing special."""
-    device = options.get("device")
-    return device is None or torch.device(device).type == "cpu"
 
 
 def _fetched(arguments: Sequence[Any]) -> dict[Weight, torch.Tensor]:
