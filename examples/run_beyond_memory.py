@@ -88,11 +88,15 @@ def write(folder: Path, size: float) -> int:
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
+    noise = torch.randn(1_000_003, dtype=torch.bfloat16).mul_(0.02)
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     total = 0
     for number, (name, tensor) in enumerate(named.items(), 1):
-        shard[name] = torch.randn(tensor.shape, dtype=tensor.dtype).mul_(0.02)
+        # The same numbers again and again, because new ones would take minutes.
+        count = tensor.numel()
+        values = noise.repeat(-(-count // len(noise)))[:count]
+        shard[name] = values.view(tensor.shape)
         total += tensor.nbytes
         if sum(each.nbytes for each in shard.values()) > SHARD_BYTES or number == len(
             named
