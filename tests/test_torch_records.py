@@ -205,6 +205,16 @@ def test_what_a_dataset_reads_is_what_it_was_made_from(records, how, way):
         )
 
 
+def test_a_change_that_the_times_do_not_show_is_found(records, monkeypatch):
+    """As where a file system keeps whole seconds, and the file was new."""
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    found = os.stat(records.path)
+    change(records.path, "written in place")
+    monkeypatch.setattr(os, "fstat", lambda descriptor: found)
+    with pytest.raises(OSError, match=r"changed .* it has other contents.*records"):
+        dataset[0]
+
+
 @pytest.mark.parametrize("how", ["touched", "copied", "written anew", "of another length"])
 def test_a_mapped_index_is_the_one_that_was_mapped(records, tmp_path, how):
     path = tmp_path / "offsets.npy"
