@@ -555,10 +555,43 @@ class TestProcesses:
         loader = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn")
         assert_equal(next(iter(loader)), torch.from_numpy(rows[3:13]))
         nvmeio.save(file, -rows)
-        if way == "r":
-            with pytest.raises(OSError, match=r"was replaced or changed .*rows\.npy"):
-                pickle.loads(state)
+        for pickled in (state, pickle.dumps(dataset)):
+            copy = pickle.loads(pickled)
+            if way == "r":
+                with pytest.raises(OSError, match=r"replaced or changed .*rows\.npy") as no:
+                    copy[5]
+                assert no.value.errno == errno.ESTALE
+            else:
+                assert_equal(copy[5], torch.from_numpy(rows[8]))
         assert_equal(dataset[5], torch.from_numpy(rows[8]))
+
+    @pytest.mark.parametrize("kind", ["map", "array file"])
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_a_worker_names_a_source_that_was_replaced(self, file, rows, kind, method):
+        source = np.load(file, mmap_mode="r") if kind == "map" else nvmeio.ArrayFile(file)
+        dataset = ArrayDataset(source)
+        expected = dataset[5]
+        nvmeio.save(file, -rows)
+        loader = DataLoader(dataset, 10, num_workers=1, multiprocessing_context=method)
+        with pytest.raises(OSError, match=r"Errno 116. .*replaced or changed .*rows\.npy"):
+            next(iter(loader))
+        assert_equal(dataset[5], expected)
+
+    def test_a_map_of_a_file_that_was_replaced_is_copied(self, file, rows):
+        """It was mapped, and replaced before the dataset was made."""
+        mapped = np.load(file, mmap_mode="r")
+        nvmeio.save(file, -rows)
+        dataset = ArrayDataset(mapped)
+        for one in (dataset, pickle.loads(pickle.dumps(dataset))):
+            assert_equal(one[5], torch.from_numpy(rows[5]))
+
+    def test_a_map_that_reaches_past_the_end_of_its_file_is_refused(self, file):
+        mapped = np.load(file, mmap_mode="r")
+        os.truncate(file, 4096)
+        words = r"was truncated since it was mapped: it has 4096 bytes.*rows\.npy"
+        with pytest.raises(OSError, match=words) as caught:
+            ArrayDataset(mapped)
+        assert caught.value.errno == errno.ESTALE
 
     def test_a_copy_refuses_other_elements(self, labels):
         pickled = pickle.dumps(ArrayDataset(labels))

@@ -36,7 +36,8 @@ class ArrayDataset(StoredDataset):
     Raises
     ------
     OSError
-        A file cannot be opened; has errno and path.
+        A file cannot be opened; has errno and path.  ESTALE: the file of a memory map ends
+        before the map does.
     TypeError
         No array is passed; or torch lacks the dtype (records, dates, text, the other byte
         order); or an array is masked.
@@ -61,8 +62,10 @@ class ArrayDataset(StoredDataset):
     A ``torch.utils.data.ConcatDataset`` requests its samples one by one, so they are read
     one by one.  The number of samples does not change after construction.  Where a file is
     opened or mapped again, as in workers, OSError (ESTALE) is raised if it was replaced or
-    changed since then: if it is shorter, or if its number or times differ and so do the
-    first, the middle or the last 4 KiB of the samples.  A ``numpy.memmap`` is mapped again.
+    changed since then: if it is shorter; or if the first, the middle or the last 4 KiB of
+    the samples differ, which are compared if its number or times differ, or if it was
+    changed less than 2 s before the dataset was made.  A ``numpy.memmap`` is mapped again;
+    if its file was replaced before the dataset was made, it is copied to workers.
 
     Examples
     --------

@@ -27,7 +27,7 @@ from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch.data._identity import Identity, identity_of, require_same
-from nvmeio.torch.data._mapping import Mapping, mapping_of
+from nvmeio.torch.data._mapping import Mapping, Reopening, mapping_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,6 +111,8 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         # Of each file, by its position: its layout, and which file it is.
         self._seen: dict[int, tuple[Any, Identity]] = {}
         self._closed = False
+        # The process that has opened and mapped the sources.
+        self._process = os.getpid()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -166,6 +168,8 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         """Open a source."""
         source = self._sources[number]
         one = self._open(source) if isinstance(source, str | bytes) else source
+        if isinstance(source, Mapping | Reopening):
+            one = source.array()
         if isinstance(one, ArrayFile):
             rows = one.shape[0] if one.shape else 1
             end = one.offset + rows * one._row_bytes
@@ -203,7 +207,7 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
     def paths(self) -> tuple[str | bytes, ...]:
         """The absolute paths of the files; sources in memory are left out."""
         found = (
-            absolute(source.path) if isinstance(source, ArrayFile) else source
+            absolute(source.path) if isinstance(source, ArrayFile | Reopening) else source
             for source in self._sources
         )
         return tuple(path for path in found if isinstance(path, str | bytes))
@@ -223,7 +227,7 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
     def _close_all(self, opened: list[Any]) -> None:
         """Close the files that the dataset has opened."""
         for source, one in zip(self._sources, opened, strict=False):
-            if isinstance(source, str | bytes):
+            if isinstance(source, str | bytes | Reopening):
                 one.close()
 
     def __enter__(self) -> "Self":
@@ -254,9 +258,13 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
     def _arrays(self) -> list[Any]:
         """Return the sources, opened in this process."""
         # If two threads do this at once, the files of the first one are dropped.
-        opened = self._opened
         if self._closed:
             raise ValueError(f"the dataset of {self._names()} is closed")
+        if self._process != os.getpid():
+            # A forked child has what its parent opened, and must check it as others do.
+            self._sources, self._opened = self._moved(), None
+            self._process = os.getpid()
+        opened = self._opened
         if opened is None:
             self._opened = opened = self._open_all()
         return opened
@@ -327,15 +335,18 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
         # Python would find __getitem__ by itself, but mypy does not.
         return (self[index] for index in range(len(self)))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Each process opens its own files, and maps them.
-        sources = [self._mappings.get(n, one) for n, one in enumerate(self._sources)]
-        return {**self.__dict__, "_opened": None, "_sources": sources}
+    def _moved(self) -> list[Any]:
+        """Return the sources for another process, which opens and maps them on demand.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        sources = state["_sources"]
-        sources = [one.array() if isinstance(one, Mapping) else one for one in sources]
-        self.__dict__.update(state, _sources=sources)
+        So an error is raised where samples are read, and not where a worker starts.
+        """
+        return [
+            Reopening.of(one) if isinstance(one, ArrayFile) else self._mappings.get(n, one)
+            for n, one in enumerate(self._sources)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_sources": self._moved()}
 
 
 def beginnings_of(array: ArrayFile, rows: Positions, nbytes: int) -> npt.NDArray[Any]:
@@ -365,8 +376,10 @@ def literal(path: Path) -> str | bytes:
 
 def _name_of(source: Any) -> str:
     """Return the name of a source: its path, or its type if it is in memory."""
-    if isinstance(source, ArrayFile):
+    if isinstance(source, ArrayFile | Reopening):
         return repr(source.path)
     if isinstance(source, str | bytes):
         return repr(source)
+    if isinstance(source, Mapping):
+        return "numpy.ndarray"
     return f"{type(source).__module__}.{type(source).__qualname__}"

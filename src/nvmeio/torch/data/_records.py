@@ -48,20 +48,38 @@ _SHARED_MIN = 1 << 20
 class SharedArray:
     """An array of integers that is shared with worker processes instead of copied."""
 
-    def __init__(self, array: Any) -> None:
-        self.array: Integers = np.asarray(array)
-        self._mapping = mapping_of(self.array)
+    def __init__(self, array: Any, mapping: Mapping | None = None) -> None:
+        self._mapping = mapping
+        self._array: Integers | None = None
+        if mapping is None:
+            self._array = np.asarray(array)
+            self._mapping = mapping_of(self._array)
         self._shared: torch.Tensor | None = None
+        # The process that has mapped the array.
+        self._process = os.getpid()
+
+    @property
+    def array(self) -> Integers:
+        """The array; raise OSError (ESTALE) if it cannot be mapped in this process."""
+        array = self._array
+        if self._mapping is not None and self._process != os.getpid():
+            array = None
+        if array is None:
+            assert self._mapping is not None
+            self._array = array = self._mapping.array()
+            self._process = os.getpid()
+        return array
 
     def __len__(self) -> int:
-        return len(self.array)
+        # Also where the array cannot be mapped.
+        return len(self.array) if self._mapping is None else self._mapping.shape[0]
 
     def __getitem__(self, rows: Any) -> Any:
         return self.array[rows].astype(np.int64, copy=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._mapping is not None:
-            return _mapped, self._mapping
+            return SharedArray, (None, self._mapping)
         # Only while a process is being started can torch pass shared memory.
         if get_spawning_popen() is not None and self.array.nbytes >= _SHARED_MIN:
             # /dev/shm may be too small; then the array is copied.
@@ -69,13 +87,9 @@ class SharedArray:
                 if self._shared is None:
                     native = self.array.astype(self.array.dtype.newbyteorder("="))
                     self._shared = torch.from_numpy(native).share_memory_()
-                    self.array = self._shared.numpy()
+                    self._array = self._shared.numpy()
                 return SharedArray, (self._shared,)
         return SharedArray, (self.array,)
-
-
-def _mapped(*mapping: Any) -> SharedArray:
-    return SharedArray(Mapping(*mapping).array())
 
 
 class RecordDataset(StoredDataset):
@@ -97,7 +111,8 @@ class RecordDataset(StoredDataset):
     Raises
     ------
     OSError
-        A file cannot be opened; has errno and path.
+        A file cannot be opened; has errno and path.  ESTALE: the file of a memory map ends
+        before the map does.
     TypeError
         An argument is of the wrong type; the arrays are not of integers.
     ValueError
@@ -117,7 +132,8 @@ class RecordDataset(StoredDataset):
     not change afterwards.  Files are opened when they are first needed, in each process;
     at most 128 stay open.  A file that was truncated while it was open raises an OSError,
     ENODATA, with its path.  One that is opened again, also in a worker, raises ESTALE if it
-    is shorter, or if its number or times differ and so do its first, middle or last 4 KiB.
+    is shorter, or if its first, middle or last 4 KiB differ.  These are compared if its
+    number or times differ, or if it was changed less than 2 s before the dataset was made.
     So a touch or a copy disturbs nobody, and a change between these blocks is not found.
 
     Examples
