@@ -41,6 +41,7 @@ from nvmeio.torch import (  # noqa: E402
     RecordDataset,
     TokenDataset,
 )
+from nvmeio.torch.data import _tokens  # noqa: E402
 
 COUNT = 103
 
@@ -394,6 +395,22 @@ class TestTokenDataset:
             TokenDataset(path, 16, np.uint16)
         with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
             assert len(TokenDataset(array, 16)) == 89 // 16
+
+    def test_a_shard_that_is_replaced_while_it_is_opened_is_refused(
+        self, tmp_path, monkeypatch
+    ):
+        path, other = tmp_path / "shard.bin", tmp_path / "other.bin"
+        write_llm_c(path, 20240520, 1, np.arange(100, dtype=np.uint16))
+        write_llm_c(other, 20240801, 7, np.arange(50, dtype=np.uint32))
+
+        class Replacing(nvmeio.ArrayFile):
+            def __init__(self, *args, **options):
+                os.replace(other, path)
+                super().__init__(*args, **options)
+
+        monkeypatch.setattr(_tokens, "ArrayFile", Replacing)
+        with pytest.raises(OSError, match=r"replaced while it was opened.*shard\.bin"):
+            TokenDataset(path, 5)
 
     def test_a_loader_returns_every_window_of_shards(self, tmp_path):
         dataset, expected = shards_of(tmp_path, [20, 3, 40])

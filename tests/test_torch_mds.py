@@ -1,6 +1,8 @@
 """Hand-written MDS shards; tests/formats has those that streaming wrote."""
 
+import errno
 import json
+import os
 import pickle
 import struct
 import tracemalloc
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvmeio  # noqa: E402
 from helpers import pattern  # noqa: E402
 from nvmeio.torch import MDSDataset  # noqa: E402
+from nvmeio.torch.data import _mds  # noqa: E402
 
 SIZES = {"int": 8, "uint8": 1, "float16": 2, "ndarray:float32:2": 8}
 
@@ -170,6 +173,25 @@ class TestLoaders:
         assert len(dataset) == count
         assert held < 12.1 * count
         assert peak < 32 * count
+
+    def test_a_shard_that_is_replaced_meanwhile_is_refused(self, data, monkeypatch):
+        """Between the reads of its table and of its samples."""
+        folder, _ = data
+        tables = _mds._tables
+
+        def replacing(shards):
+            yield from tables(shards)
+            path = shards[-1].path
+            with open(path, "rb") as file:
+                content = file.read()
+            with open(path + ".new", "wb") as file:
+                file.write(content[:-1] + b"?")
+            os.replace(path + ".new", path)
+
+        monkeypatch.setattr(_mds, "_tables", replacing)
+        with pytest.raises(OSError, match="was replaced or changed since") as caught:
+            MDSDataset(folder)
+        assert caught.value.errno == errno.ESTALE
 
     def test_a_dataset_is_pickled_with_absolute_paths(self, data, monkeypatch):
         folder, expected = data

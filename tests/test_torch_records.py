@@ -540,6 +540,20 @@ class TestMegatronDataset:
             MegatronDataset(prefix)
         assert nvmeio.default_handle().stats()["requests"] == before
 
+    def test_an_index_that_is_replaced_meanwhile_is_not_mixed(self, tmp_path, monkeypatch):
+        """Between the reads of its header and of its numbers."""
+        prefix = write_megatron(tmp_path / "data")
+
+        class Replacing(np.memmap):
+            def __new__(cls, *args):
+                write_megatron(tmp_path / "other", lengths=[0, 100, 250, 1, 49])
+                os.replace(tmp_path / "other.idx", tmp_path / "data.idx")
+                return super().__new__(cls, *args)
+
+        monkeypatch.setattr(np, "memmap", Replacing)
+        dataset = MegatronDataset(prefix)
+        assert dataset.sequence_lengths.tolist() == LENGTHS
+
     def test_missing_modes_and_ranges_are_named(self, tmp_path):
         prefix = write_megatron(tmp_path / "data")
         with pytest.raises(ValueError, match="idx' has no modes; pass multimodal="):

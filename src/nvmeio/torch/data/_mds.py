@@ -1,5 +1,6 @@
 """``MDSDataset``: the samples of MosaicML's MDS shards as a dataset."""
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,16 @@ from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.files import read_file
+from nvmeio.torch.data._identity import Identity, identity_of
 from nvmeio.torch.data._mds_encodings import Encoding, Value, encoding_of
 from nvmeio.torch.data._records import RecordDataset
 
 __all__ = ["MDSDataset"]
+
+Places = npt.NDArray[np.uint32]
 
 # How many shards are open at once while their tables are read.
 _OPEN_MAX = 128
@@ -96,8 +101,9 @@ class MDSDataset(RecordDataset):
         shards = list(_shards(index, flag("allow_pickle", allow_pickle)))
         counts = [shard.samples for shard in shards]
         offsets, sizes = np.empty((2, sum(counts)), np.uint32)
-        begin = 0
-        for places in _tables(shards):
+        begin, known = 0, []
+        for places, one in _tables(shards):
+            known.append(one)
             end = begin + len(places) - 1
             offsets[begin:end] = places[:-1]
             np.subtract(places[1:], places[:-1], sizes[begin:end])
@@ -109,13 +115,9 @@ class MDSDataset(RecordDataset):
             self._columns.append(self._columns[-1] if is_alike else shard.columns)
         borders = [columns.borders() for columns in self._columns]
         self._heads, self._tails = np.array(borders, np.int64).reshape(-1, 2).T
-        super().__init__(
-            [shard.path for shard in shards] or [index],
-            offsets,
-            sizes,
-            files=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-            transform=transform,
-        )
+        files = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
+        paths: list[str | bytes] = [shard.path for shard in shards]
+        self._make(paths or [index], offsets, sizes, files, transform, known)
 
     @property
     def dtype(self) -> Any:
@@ -300,15 +302,19 @@ def _columns(shard: Any, allow_pickle: bool) -> _Columns:
     return _Columns(names, encodings, sizes)
 
 
-def _tables(shards: Sequence[_Shard]) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield where the samples of each shard begin, and where the last one ends."""
+def _tables(shards: Sequence[_Shard]) -> Iterator[tuple[Places, Identity]]:
+    """Yield where the samples of each shard begin and the last one ends; and its file."""
     for start in range(0, len(shards), _OPEN_MAX):
         part = shards[start : start + _OPEN_MAX]
         tables = [np.empty(shard.samples + 2, "<u4") for shard in part]
-        default_handle().read_many(
-            (table, shard.path, 0) for table, shard in zip(tables, part, strict=True)
-        )
-        for shard, table in zip(part, tables, strict=True):
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(File(shard.path)) for shard in part]
+            # From before the tables are read, so that they belong to these files.
+            known = [identity_of(file) for file in files]
+            default_handle().read_many(
+                (table, file, 0) for table, file in zip(tables, files, strict=True)
+            )
+        for shard, table, one in zip(part, tables, known, strict=True):
             places = table[1:].astype(np.uint32, copy=False)
             if table[0] != shard.samples:
                 raise ValueError(
@@ -321,4 +327,4 @@ def _tables(shards: Sequence[_Shard]) -> Iterator[npt.NDArray[np.uint32]]:
                 )
             if (places[1:] < places[:-1]).any():
                 raise ValueError(f"{shard.path!r} has a sample that ends before it begins")
-            yield places
+            yield places, one

@@ -18,7 +18,7 @@ from nvmeio.torch.data._records import (
     CHECKED_AT_ONCE,
     RecordDataset,
     SharedArray,
-    size_of,
+    known_file,
 )
 
 __all__ = ["MegatronDataset"]
@@ -93,14 +93,14 @@ class MegatronDataset(RecordDataset):
         prefix = absolute(path)
         bin_path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
         index = _IndexFile(index_path, modes=flag("multimodal", multimodal))
-        size = size_of(bin_path)
-        if size != index.end:
+        known = known_file(bin_path)
+        if known.end != index.end:
             raise ValueError(
-                f"{bin_path!r} has {size} bytes; the sequences of {index_path!r} take "
+                f"{bin_path!r} has {known.end} bytes; the sequences of {index_path!r} take "
                 f"{index.end}"
             )
         self._dtype = index.dtype
-        super().__init__(bin_path, index.pointers, index.lengths, transform=transform)
+        self._make([bin_path], index.pointers, index.lengths, None, transform, [known])
         self._documents = SharedArray(index.documents)
         self._modes = None if index.modes is None else SharedArray(index.modes)
 
@@ -191,8 +191,11 @@ class _IndexFile:
     """The contents of a .idx file, mapped and checked."""
 
     def __init__(self, path: str | bytes, *, modes: bool) -> None:
-        with naming(path), open(path, "rb") as file:
+        # As str, because numpy does not keep a name that is bytes.
+        with naming(path), open(os.fsdecode(path), "rb") as file:
             header = file.read(_HEADER.size)
+            # Of the open file, because the path may lead to another one by now.
+            mapped = np.memmap(file, np.uint8, "r") if header else np.empty(0, np.uint8)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise ValueError(f"{path!r} is not a .idx file of Megatron: wrong header")
         _, version, code, sequences, documents = _HEADER.unpack(header)
@@ -201,8 +204,6 @@ class _IndexFile:
         if code not in _DTYPES:
             raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
         self.dtype = _DTYPES[code]
-        # As str, because numpy does not keep a name that is bytes.
-        mapped = np.memmap(os.fsdecode(path), np.uint8, "r")
         size = _HEADER.size + 12 * sequences + 8 * documents
         if len(mapped) not in (size, size + sequences):
             raise ValueError(

@@ -21,6 +21,7 @@ from nvmeio._native.gather import NewBytes
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._dataset import COMPARED_BYTES, Flight, StoredDataset, literal
+from nvmeio.torch.data._identity import Identity, identity_of
 from nvmeio.torch.data._mapping import Mapping, mapping_of
 
 __all__ = [
@@ -28,8 +29,8 @@ __all__ = [
     "OpenFiles",
     "RecordDataset",
     "SharedArray",
+    "known_file",
     "paths_of",
-    "size_of",
 ]
 
 Integers = npt.NDArray[np.integer[Any]]
@@ -163,7 +164,20 @@ class RecordDataset(StoredDataset):
         files: npt.ArrayLike | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(paths_of(path), transform)
+        self._make(paths_of(path), offsets, sizes, files, transform)
+
+    def _make(
+        self,
+        paths: list[str | bytes],
+        offsets: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        files: npt.ArrayLike | None,
+        transform: Callable[[Any], Any] | None,
+        known: Sequence[Identity] = (),
+    ) -> None:
+        """Make the dataset, of files that must still be the known ones."""
+        super().__init__(paths, transform)
+        self._seen.update((number, (None, one)) for number, one in enumerate(known))
         self._offsets = SharedArray(_integers("offsets", offsets))
         self._sizes = SharedArray(_integers("sizes", sizes))
         self._files = None if files is None else SharedArray(_integers("files", files))
@@ -436,7 +450,7 @@ def _within(name: str, part: Integers, start: int, most: int) -> Positions:
     return found.astype(np.int64, copy=False)
 
 
-def size_of(path: str | bytes) -> int:
-    """Return the size of a file that can be opened."""
+def known_file(path: str | bytes) -> Identity:
+    """Return which file a path leads to."""
     with File(path) as file:
-        return file.size
+        return identity_of(file)

@@ -1,5 +1,6 @@
 """``TokenDataset``: windows of tokens as a dataset."""
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ import torch
 from nvmeio._arguments.checks import whole
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
+from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
@@ -141,7 +143,10 @@ class TokenDataset(StoredDataset):
 
     def _open(self, path: str | bytes) -> ArrayFile:
         dtype, offset = self._file_dtype, self._offset
-        header = _header_of(path) if offset in (0, _HEADER_BYTES) else None
+        header = None
+        if offset in (0, _HEADER_BYTES):
+            with File(path) as file:
+                header = _header_in(file)
         if header is None:
             return ArrayFile(path, dtype=dtype, offset=offset)
         kind, count, size = header
@@ -155,7 +160,10 @@ class TokenDataset(StoredDataset):
                 f"{path!r} has {size} bytes; its header says {count} tokens, which are "
                 f"{expected} bytes"
             )
-        return ArrayFile(path, dtype=kind, offset=_HEADER_BYTES)
+        tokens = ArrayFile(path, dtype=kind, offset=_HEADER_BYTES)
+        if _header_in(tokens._file) != header:
+            raise OSError(errno.ESTALE, "the file was replaced while it was opened", path)
+        return tokens
 
     def _is_plain(self) -> bool:
         return False
@@ -248,10 +256,11 @@ def _checked(tokens: ArrayFile) -> int:
     return len(tokens)
 
 
-def _header_of(path: str | bytes) -> tuple[np.dtype[Any], int, int] | None:
+def _header_in(file: File) -> tuple[np.dtype[Any], int, int] | None:
     """Return the dtype, number of tokens and file size if a file has llm.c's header."""
-    with File(path) as file, open(file.fileno(), "rb", closefd=False) as stream:
-        begin, size = stream.read(12), file.size
+    path, size = file.path, file.size
+    with naming(path):
+        begin = os.pread(file.fileno(), 12, 0)
     magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
     if len(begin) < 12 or magic not in _HEADERS:
         return None
