@@ -11,6 +11,7 @@ import re
 import shutil
 import tarfile
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from helpers import pattern  # noqa: E402
 from nvmeio.safetensors.numpy import load_file, save_file  # noqa: E402
 from nvmeio.torch import BatchStream, TarDataset  # noqa: E402
-from nvmeio.torch.data import _tar_index  # noqa: E402
+from nvmeio.torch.data import _tar, _tar_index  # noqa: E402
 from nvmeio.torch.data._tar_index import _key_and_suffix  # noqa: E402
 
 FORMATS = {
@@ -478,7 +479,7 @@ class TestSavedIndex:
         [
             *("cut", "noise", "empty", "pickle", "names", "missing", "dtype", "shape"),
             *("offset", "negative", "size", "overlap", "order", "field", "first", "last"),
-            *("key", "count"),
+            *("key", "count", "wrap", "key wrap", "header"),
         ],
     )
     def test_a_hostile_index_is_not_used(self, shard, caplog, damage):
@@ -500,7 +501,13 @@ class TestSavedIndex:
             "last": ("firsts", -1, 10**9),
             "key": ("key_ends", 4, -3),
         }
-        if damage in changes:
+        # Steps that are all positive, if a difference is taken modulo 2**64.
+        around = [2**63 - 1, -(2**63) + 1, -1]
+        if "wrap" in damage:
+            arrays["key_ends" if "key" in damage else "firsts"][3:6] = around
+        elif damage == "header":
+            arrays["offsets"][0] = 0
+        elif damage in changes:
             name, place, value = changes[damage]
             arrays[name][place] = value
         elif damage == "names":
@@ -521,14 +528,141 @@ class TestSavedIndex:
         with caplog.at_level(logging.WARNING, "nvmeio"):
             assert samples_of(shard) == expected
         assert f"the index {str(path)!r} is not used" in caplog.text
-        assert path.read_bytes() == content
+        again = load_file(path)
+        path.write_bytes(content)
+        for name, array in load_file(path).items():
+            np.testing.assert_array_equal(again[name], array)
 
     def test_an_index_of_another_version_is_replaced(self, shard):
         expected = samples_of(shard)
         arrays = load_file(saved(shard))
         save_file(arrays, saved(shard), {"format": "nvmeio tar index 1"})
         assert samples_of(shard) == expected
-        assert b"nvmeio tar index 2" in saved(shard).read_bytes()
+        assert b"nvmeio tar index 3" in saved(shard).read_bytes()
+
+    def test_every_header_is_compared(self, tmp_path):
+        """As of an archive that was copied with its times, of other names."""
+        path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+        for one, middle in ((path, "old"), (other, "new")):
+            names = [f"{number}.txt" for number in range(300)]
+            names[150] = f"{middle}.txt"
+            write(one, [member(name, b"text", mtime=1) for name in names])
+            os.utime(one, (1e9, 1e9))
+        assert path.stat().st_size == other.stat().st_size
+        assert samples_of(path)[150]["__key__"] == "old"
+        os.replace(other, path)
+        assert samples_of(path)[150]["__key__"] == "new"
+
+    def test_a_file_added_in_the_padding_is_found(self, tmp_path):
+        path = write(tmp_path / "a.tar", [member("a.txt", b"text")])
+        before = path.stat()
+        assert len(samples_of(path)) == 1
+        with tarfile.open(path, "a") as archive:
+            info, content = member("b.txt", b"text")
+            archive.addfile(info, io.BytesIO(content))
+        assert path.stat().st_size == before.st_size
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert len(samples_of(path)) == 2
+
+    @pytest.mark.parametrize("device", [0, 1], ids=["here", "another machine"])
+    def test_headers_are_compared_once(self, shard, walked, monkeypatch, device):
+        """A network file system has another device number on each machine."""
+        expected = samples_of(shard)
+        assert walked == [str(shard)]
+        compared, compare = [], _tar_index._headers_at
+        monkeypatch.setattr(
+            _tar_index, "_headers_at", lambda *args: compared.append(1) or compare(*args)
+        )
+        # The archive is not new any more.
+        now = time.time_ns() + 10**10
+        monkeypatch.setattr(time, "time_ns", lambda: now)
+        assert samples_of(shard) == expected
+        stamp = _tar_index.stamp_of
+        monkeypatch.setattr(
+            _tar_index,
+            "stamp_of",
+            lambda file: stamp(file)._replace(device=stamp(file).device + device),
+        )
+        assert samples_of(shard) == expected
+        assert compared == [1]
+        assert walked == [str(shard)]
+
+    @pytest.mark.parametrize("moment", ["indexed", "opened"])
+    def test_an_archive_that_is_replaced_meanwhile_is_refused(
+        self, shard, monkeypatch, moment
+    ):
+        other = shard.with_name("other.tar")
+        make_shard(other, seed=7)
+        index_of, grouped = _tar.index_of, _tar_index._grouped
+        if moment == "opened":
+
+            def replacing(*args):
+                found = index_of(*args)
+                os.replace(other, shard)
+                return found
+
+            monkeypatch.setattr(_tar, "index_of", replacing)
+        else:
+
+            def rewriting(archive):
+                found = grouped(archive)
+                shard.write_bytes(other.read_bytes())
+                return found
+
+            monkeypatch.setattr(_tar_index, "_grouped", rewriting)
+        words = r"replaced or changed|changed while it was indexed"
+        with pytest.raises((OSError, ValueError), match=words):
+            TarDataset(shard)
+
+
+class TestMemory:
+    COUNT = 200_000
+
+    @pytest.fixture(scope="class")
+    def many(self, tmp_path_factory):
+        """An archive of many files, two of each sample."""
+        path = tmp_path_factory.mktemp("many") / "many.tar"
+        with path.open("wb") as file:
+            for number in range(self.COUNT):
+                suffix = (b"cls", b"txt")[number % 2]
+                file.write(block(b"%08d.%s" % (number // 2, suffix)))
+            file.write(END)
+        return path
+
+    def test_an_index_has_no_python_object_for_a_sample(self, many):
+        tracemalloc.start()
+        try:
+            dataset = TarDataset(many)
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        samples = len(dataset)
+        assert samples == self.COUNT // 2
+        # 20 bytes a file, 36 a sample, and its key.
+        expected = 20 * self.COUNT + (36 + 8) * samples
+        assert expected <= held < expected + 50_000
+        assert peak < 3 * expected
+
+    def test_an_archive_is_read_once(self, many, monkeypatch):
+        """The number of steps is that of the files, and the reads are large."""
+        steps, moves = [], []
+        read, move = _tar_index._Window.read, _tar_index._Window._move
+
+        def counted(window, at, size):
+            steps.append(at)
+            return read(window, at, size)
+
+        def moved(window, at, size):
+            moves.append(at)
+            move(window, at, size)
+
+        monkeypatch.setattr(_tar_index._Window, "read", counted)
+        monkeypatch.setattr(_tar_index._Window, "_move", moved)
+        TarDataset(many, index=False)
+        # Two more at the end of the archive.
+        assert len(steps) == self.COUNT + 2
+        assert steps == sorted(steps)
+        assert len(moves) <= many.stat().st_size // (4 << 20) + 1
 
 
 class TestLoaders:

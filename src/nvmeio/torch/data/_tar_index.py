@@ -6,9 +6,9 @@ Headers are read as POSIX and GNU tar define them, and members are grouped as in
 
 import json
 import logging
-import os
 import re
 import struct
+import time
 import warnings
 import zlib
 from array import array
@@ -24,6 +24,7 @@ from nvmeio.default import default_handle
 from nvmeio.memory import empty
 from nvmeio.safetensors import SafetensorError
 from nvmeio.safetensors.numpy import safe_open, save_file
+from nvmeio.torch.data._identity import Stamp, stamp_of
 
 __all__ = ["SUFFIX", "TarIndex", "decoded", "index_of"]
 
@@ -33,7 +34,7 @@ _log = logging.getLogger("nvmeio")
 
 # The suffix that is added to an archive's name for its saved index.
 SUFFIX = ".nvmeio-index"
-_FORMAT = "nvmeio tar index 2"
+_FORMAT = "nvmeio tar index 3"
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -45,8 +46,10 @@ _FAR_BYTES = 256 << 10
 # The limit of a long name or a pax header, which may have a few file attributes of 64 KiB
 # each.
 _EXTENDED_BYTES_MAX = 16 << 20
-# How many headers are compared with those that were indexed.
-_COMPARED = 64
+# How much before each file is compared with what was indexed, and of how many at once.  An
+# extended header rarely has more.
+_GAP_BYTES = 4096
+_GAPS = 1024
 # How many bytes after the end of an archive are searched for another archive.
 _BEHIND_BYTES = 1 << 20
 
@@ -105,58 +108,72 @@ class TarIndex(NamedTuple):
         )
 
 
-class _Stamp(NamedTuple):
-    """The status of an archive."""
-
-    size: int
-    mtime_ns: int
-    device: int
-    inode: int
-    ctime_ns: int
-
-    def text(self) -> str:
-        return " ".join(map(str, self))
-
-
 def index_of(file: File, saved: str | None) -> TarIndex:
     """Return the saved index of an archive, or make and save a new one.
 
     Raise ValueError for an archive that is damaged, or has files that cannot be read in
     place.
     """
-    stamp = _stamp_of(file)
-    found = None if saved is None else _load(saved, file, stamp)
+    now_ns, stamp = time.time_ns(), stamp_of(file)
+    status = _Status(stamp, stamp.settled(now_ns))
+    found = None if saved is None else _load(saved, file, status)
     if found is not None:
         return found
     archive = _Archive(file)
     index = _grouped(archive)
     for remark in archive.remarks:
-        # The caller of TarDataset() is 4 frames up.
-        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=4)
-    headers = _headers_at(file, index)
-    if _stamp_of(file) != stamp:
-        raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
+        # The caller of TarDataset() is 3 frames up.
+        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=3)
     # Not saved after a warning, so that the warning is repeated every time.
-    if saved is not None and not archive.remarks:
-        _save(saved, index, stamp, headers)
+    is_saved = saved is not None and not archive.remarks
+    headers = _headers_at(file, index) if is_saved else ""
+    if stamp_of(file) != stamp:
+        raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
+    if saved is not None and is_saved:
+        _save(saved, index, status, headers, logging.WARNING)
     return index
 
 
-def _stamp_of(file: File) -> _Stamp:
-    found = os.fstat(file.fileno())
-    times = found.st_mtime_ns, found.st_ctime_ns
-    return _Stamp(found.st_size, times[0], found.st_dev, found.st_ino, times[1])
+class _Status(NamedTuple):
+    """The status of an archive when its index was made."""
+
+    stamp: Stamp
+    # Whether the stamp alone can decide.
+    settled: bool
+
+    def text(self) -> str:
+        return " ".join(str(int(one)) for one in (*self.stamp, self.settled))
+
+    @classmethod
+    def of(cls, text: str) -> "_Status":
+        *numbers, settled = map(int, text.split())
+        return cls(Stamp(*numbers), bool(settled))
+
+    def is_that_of(self, now: Stamp) -> bool:
+        """Return whether an archive that has this status now is unchanged for certain."""
+        then = self.stamp
+        # Each machine numbers network file systems for itself.  A fraction of a second,
+        # which nobody can set, then shows that it is the same file.
+        if then.ctime_ns % 1_000_000_000:
+            then = then._replace(device=now.device)
+        return self.settled and then == now
 
 
 def _headers_at(file: File, index: TarIndex) -> str:
-    """Return a checksum of some members' headers, from the first to the last."""
-    count = len(index.offsets)
-    chosen = np.unique(np.arange(_COMPARED) * (count - 1) // (_COMPARED - 1))
-    begins = index.offsets[chosen[:count]] - _BLOCK
-    memory = np.empty((len(begins), _BLOCK), np.uint8)
-    if memory.size:
-        default_handle().gather(file, begins, _BLOCK, memory)
-    return f"{zlib.crc32(memory.data):08x}"
+    """Return a checksum of what is between the files of samples: all the headers."""
+    ends = -(-(index.offsets + index.sizes) // _BLOCK) * _BLOCK
+    ends = np.append(0, ends)
+    begins = np.maximum(ends, np.append(index.offsets, file.size) - _GAP_BYTES)
+    # After the last file, what follows it: another one might have been added there.
+    begins[-1] = ends[-1]
+    sizes = np.minimum(np.append(index.offsets, file.size) - begins, _GAP_BYTES)
+    checksum, memory = 0, np.empty(_GAP_BYTES * _GAPS, np.uint8)
+    for first in range(0, len(begins), _GAPS):
+        part = slice(first, first + _GAPS)
+        filled = memory[: sizes[part].sum()]
+        default_handle().gather(file, begins[part], sizes[part], filled)
+        checksum = zlib.crc32(filled.data, checksum)
+    return f"{checksum:08x}"
 
 
 def decoded(encoded: bytes | bytearray) -> str:
@@ -447,12 +464,12 @@ def _refuse_split(
 # A saved index is a safetensors file, because its reader is made for untrusted files.
 
 
-def _save(saved: str, index: TarIndex, stamp: _Stamp, headers: str) -> None:
-    """Save an index; if that fails, log a warning."""
+def _save(saved: str, index: TarIndex, status: _Status, headers: str, level: int) -> None:
+    """Save an index; if that fails, log it at this level."""
     arrays = {name: getattr(index, name) for name in _DTYPES}
     metadata = {
         "format": _FORMAT,
-        "archive": stamp.text(),
+        "archive": status.text(),
         "headers": headers,
         "names": json.dumps(index.names),
     }
@@ -461,7 +478,7 @@ def _save(saved: str, index: TarIndex, stamp: _Stamp, headers: str) -> None:
         with replacing_links():
             save_file(arrays, saved, metadata, sync=False)
     except (OSError, SafetensorError) as error:
-        _log.warning("the index of an archive is not saved: %s", error)
+        _log.log(level, "the index of an archive is not saved: %s", error)
 
 
 _DTYPES: dict[str, Any] = {
@@ -474,24 +491,27 @@ _DTYPES: dict[str, Any] = {
 }
 
 
-def _load(saved: str, archive: File, stamp: _Stamp) -> TarIndex | None:
+def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
     """Return the saved index of an archive, or None if there is no valid one."""
     try:
-        status = os.stat(saved)
         with safe_open(saved, "np") as file:
             metadata = file.metadata() or {}
-            then = metadata.get("archive", "").split()
-            # Size and time of the last change.
-            if metadata.get("format") != _FORMAT or then[:2] != stamp.text().split()[:2]:
+            if metadata.get("format") != _FORMAT:
+                return None
+            then, now = _Status.of(metadata["archive"]), status.stamp
+            if (then.stamp.size, then.stamp.mtime_ns) != (now.size, now.mtime_ns):
                 return None
             arrays = {name: file.get_tensor(name) for name in _DTYPES}
             index = TarIndex(**arrays, names=json.loads(metadata["names"]))
-        _check_index(index, stamp.size)
-        # The archive may have been moved here, copied, or changed in the moment in which
-        # the index was saved.
-        same = metadata["archive"] == stamp.text() and status.st_ctime_ns > stamp.ctime_ns
-        if not same and _headers_at(archive, index) != metadata["headers"]:
-            return None
+        _check_index(index, now.size)
+        if not then.is_that_of(now):
+            # It may have been moved here or copied, or changed without another time.
+            headers = metadata["headers"]
+            if _headers_at(archive, index) != headers:
+                return None
+            if status.settled:
+                # So that they need not be compared the next time.
+                _save(saved, index, status, headers, logging.DEBUG)
     except FileNotFoundError:
         return None
     except Exception as error:
@@ -514,10 +534,11 @@ def _check_index(index: TarIndex, size: int) -> None:
         and len(offsets) == len(sizes) == len(fields)
         and len(firsts) == len(key_ends) + 1
         and (firsts[0], firsts[-1]) == (0, len(offsets))
-        and bool((np.diff(firsts) > 0).all())
+        # Not of their differences, which may be too large for the dtype.
+        and bool((firsts[1:] > firsts[:-1]).all())
         and starts[-1] == len(keys)
-        and bool((np.diff(starts) > 0).all())
-        and bool(((offsets >= 0) & (offsets <= size)).all())
+        and bool((starts[1:] > starts[:-1]).all())
+        and bool(((offsets >= _BLOCK) & (offsets <= size)).all())
         and bool(((sizes >= 0) & (sizes <= size - offsets)).all())
         and bool((np.diff(offsets) >= sizes[:-1]).all())
         and bool(((fields >= 0) & (fields < len(names))).all())
