@@ -227,7 +227,8 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         them.  It raises ValueError if they differ from before: the dataset, batch size,
         number of ranks, seed and ``set_epoch`` must be the same.  All ranks may load the
         state of one rank if the order depends only on seed and epoch, as with a
-        ``DistributedSampler``.
+        ``DistributedSampler``, and if the lengths of the samplers and of the dataset, or of
+        its ``Subset``, are those of that rank.
 
         The data are compared by the dataset's shape and dtype, and by the first 4 KiB of 64
         samples spread over it (of all, if there are fewer).  Other samples, transforms and
@@ -332,10 +333,19 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
         return _Place(
             0,
             rank=_rank_of(self.batch_sampler),
-            order=_order_of(self.batch_sampler),
+            order=self._order(),
             rng_state=torch.get_rng_state(),
             generators=tuple(one.get_state() for one in _generators_of(self.batch_sampler)),
         )
+
+    def _order(self) -> str:
+        """Return what determines the order, except the rank, as text."""
+        found = []
+        for one in _samplers_of(self.batch_sampler):
+            values = {name: getattr(one, name, None) for name in _ORDER}
+            values["length"] = _length_of(one)
+            found += [f"{n} {int(v)}" for n, v in values.items() if isinstance(v, int)]
+        return ", ".join([*found, f"samples {len(self.dataset)}"])
 
     def _begun(self) -> tuple[Iterator[Any], _Place]:
         """Begin an epoch: return its batches, and the place before the first one."""
@@ -363,7 +373,7 @@ class BatchStream(IterableDataset[Any]):  # type: ignore[misc]  # mypy sees no t
                 batches=0,
                 checksum=0,
                 rank=_rank_of(self.batch_sampler),
-                order=_order_of(self.batch_sampler),
+                order=self._order(),
             )
             batches = iter(self.batch_sampler)
             for indices in itertools.islice(batches, place.batches):
@@ -496,14 +506,12 @@ def _rank_of(batch_sampler: Any) -> int:
     return torch.distributed.get_rank() if there else 0
 
 
-def _order_of(batch_sampler: Any) -> str:
-    """Return the attributes that determine the order, except the rank, as text."""
-    return ", ".join(
-        f"{name} {int(value)}"
-        for one in _samplers_of(batch_sampler)
-        for name in _ORDER
-        if isinstance(value := getattr(one, name, None), int)
-    )
+def _length_of(sampler: Any) -> int | None:
+    """Return the length of a sampler; None if it has none."""
+    # Also of a BatchSampler of a sampler without a length.
+    with contextlib.suppress(TypeError, NotImplementedError):
+        return len(sampler)
+    return None
 
 
 def _has_state(batch_sampler: Any) -> bool:
