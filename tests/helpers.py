@@ -21,6 +21,13 @@ ENGINES = ("io_uring", "libaio", "threads", "sync")
 PAGE = 4096
 MIB = 1 << 20
 
+# What git checks out for a file that Git LFS has not downloaded.
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    b"size 12345\n"
+)
+
 # A queue so small that a few hundred KiB overfill it.
 BLOCK = 64 << 10
 DEPTH = 4

@@ -23,6 +23,7 @@ from array_samples import DTYPES, RECORD, noise, numbers, write_npy
 from helpers import (
     MIB,
     PAGE,
+    POINTER,
     SLOW,
     drop,
     fork,
@@ -716,6 +717,7 @@ class TestCreating:
 
 
 REFUSED = {
+    "pointer": (POINTER, {}, "is not a .npy file: it is a Git LFS pointer"),
     "no npy": (b"x" * 200, {}, "is not a .npy file; with dtype= it is"),
     "archive": (b"PK\3\4" + bytes(100), {}, "inside an archive"),
     "empty": (b"", {}, "is not a .npy file"),

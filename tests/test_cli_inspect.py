@@ -17,6 +17,7 @@ import pytest
 import nvmeio
 import nvmeio.safetensors.numpy as st
 from commands import call_nvmeio
+from helpers import POINTER
 from nvmeio._cli import main, torch_files
 from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import SafetensorError, save_sharded
@@ -456,11 +457,6 @@ def test_a_shard_and_a_folder_of_mds_are_listed(tmp_path):
     assert "an MDS shard that was truncated" in call_nvmeio("inspect", shard).err
 
 
-POINTER = (
-    b"version https://git-lfs.github.com/spec/v1\n"
-    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
-    b"size 12345\n"
-)
 FOREIGN = {
     "pointer": (POINTER, "it is a Git LFS pointer, not the file itself, of 12345 bytes"),
     "html": (b"<!DOCTYPE html>\n<html>404", "it is a page of HTML"),

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported after the check, because the module needs torch.
 import nvmeio  # noqa: E402
-from helpers import pattern  # noqa: E402
+from helpers import POINTER, pattern  # noqa: E402
 from nvmeio.torch import MDSDataset  # noqa: E402
 from nvmeio.torch.data import _mds  # noqa: E402
 
@@ -220,6 +220,13 @@ class TestIndex:
     def test_an_invalid_index_is_refused(self, tmp_path, text):
         (tmp_path / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         refused(tmp_path, r"index.json' is not an index of MDS shards")
+
+    def test_a_pointer_in_place_of_a_file_is_named(self, data):
+        folder, _ = data
+        (folder / "shard.00000.mds").write_bytes(POINTER)
+        refused(folder, r"00000\.mds' has \d+: it is a Git LFS pointer")
+        (folder / "index.json").write_bytes(POINTER)
+        refused(folder, "is not an index of MDS shards: it is a Git LFS pointer")
 
     def test_a_missing_index_is_named(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"index\.json"):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 import nvmeio  # noqa: E402
 from children import find_tool, run_child, run_tool  # noqa: E402
 from fuse_mounts import empty  # noqa: E402
-from helpers import descriptors_below, left_open, pattern  # noqa: E402
+from helpers import POINTER, descriptors_below, left_open, pattern  # noqa: E402
 from mounts import unmount  # noqa: E402
 from nvmeio.torch import BatchStream, MegatronDataset, RecordDataset  # noqa: E402
 
@@ -501,7 +501,8 @@ class TestMegatronDataset:
         [
             ({"magic": b"MMIDIDX\0\1"}, "is not a .idx file of Megatron: wrong header"),
             ({"size": 33}, "is not a .idx file of Megatron: wrong header"),
-            ({"size": 0}, "is not a .idx file of Megatron: wrong header"),
+            ({"size": 0}, "is not a .idx file of Megatron: it is empty"),
+            ({"magic": b"<html>\n"}, "is not a .idx file of Megatron: it is a page of"),
             ({"version": 2}, "is of version 2; it must be 1"),
             ({"code": 0}, "has dtype code 0; it must be from 1 to 8"),
             ({"code": 9}, "has dtype code 9; it must be from 1 to 8"),
@@ -553,6 +554,12 @@ class TestMegatronDataset:
         monkeypatch.setattr(np, "memmap", Replacing)
         dataset = MegatronDataset(prefix)
         assert dataset.sequence_lengths.tolist() == LENGTHS
+
+    def test_a_pointer_in_place_of_the_tokens_is_named(self, tmp_path):
+        prefix = write_megatron(tmp_path / "data")
+        (tmp_path / "data.bin").write_bytes(POINTER)
+        with pytest.raises(ValueError, match="take 800: it is a Git LFS pointer"):
+            MegatronDataset(prefix)
 
     def test_missing_modes_and_ranges_are_named(self, tmp_path):
         prefix = write_megatron(tmp_path / "data")

@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported after the check, because the module needs torch.
-from helpers import pattern  # noqa: E402
+from helpers import POINTER, pattern  # noqa: E402
 from nvmeio.safetensors.numpy import load_file, save_file  # noqa: E402
 from nvmeio.torch import BatchStream, TarDataset  # noqa: E402
 from nvmeio.torch.data import _tar, _tar_index  # noqa: E402
@@ -272,11 +272,16 @@ class TestSamples:
 
 GOOD = block() + END
 DAMAGED = {
-    "gzip": (gzip.compress(GOOD), "is compressed by gzip: decompress it"),
-    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "is compressed by zstd"),
+    "gzip": (gzip.compress(GOOD), "is not a tar archive: it is compressed by gzip"),
+    "zstd": (
+        b"\x28\xb5\x2f\xfd" + bytes(600),
+        "is not a tar archive: it is compressed by zstd",
+    ),
     "text": (b"text" * 200, "is not a tar archive"),
+    "pointer": (POINTER, "is not a tar archive: it is a Git LFS pointer"),
+    "page": (b"<html>" * 200, "is not a tar archive: it is a page of HTML"),
     "short": (b"text", "is cut short: it ends within a header"),
-    "empty": (b"", "is empty"),
+    "empty": (b"", "is not a tar archive: it is empty"),
     "cut header": (GOOD[:512] + GOOD[:100], "is cut short: it ends within a header"),
     "cut data": (
         block(size=b"%011o\0" % 600) + bytes(512),

@@ -11,6 +11,7 @@ import numpy as np
 from nvmeio._arguments.checks import Shape, extents_of, whole
 from nvmeio._arrays.elements import Elements, element_of
 from nvmeio._arrays.npy_header import Layout, check_size, has_magic, read_layout
+from nvmeio._files.kinds import because_of_kind
 from nvmeio._files.locks import header_for_reading, locked_for_reading
 from nvmeio._files.paths import absolute, has_name, leads_to, naming
 from nvmeio._memory.registry import library_of_dtype
@@ -74,7 +75,8 @@ class StoredArray:
         path = self.file.path
         if not has_magic(self.file):
             raise ValueError(
-                f"{path!r} is not a .npy file; with dtype= it is read as raw bytes.  "
+                f"{path!r} is not a .npy file{because_of_kind(self.file.fileno())}; with "
+                "dtype= it is read as raw bytes.  "
                 "Save an array that is inside an archive (.npz, .pt) by itself first"
             )
         layout = read_layout(self.file, shared=True)

@@ -1,5 +1,6 @@
 """Tell what a folder is by the names of its files, and a file by how it begins."""
 
+import contextlib
 import os
 import re
 
@@ -12,6 +13,7 @@ __all__ = [
     "STEP",
     "TENSORS",
     "TORCH_LEGACY",
+    "because_of_kind",
     "what_begins",
     "what_is_in",
 ]
@@ -135,3 +137,16 @@ def what_begins(head: bytes, nbytes: int) -> str | None:
     if text.startswith((b"{", b"[")):
         return "it is a text, probably JSON"
     return None
+
+
+def because_of_kind(file: str | bytes | int) -> str:
+    """Return what a file is by how it begins, as the end of an error; "" if unknown."""
+    with (
+        contextlib.suppress(OSError),
+        open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as stream,
+    ):
+        descriptor = stream.fileno()
+        head, nbytes = os.pread(descriptor, HEAD_BYTES, 0), os.fstat(descriptor).st_size
+        if known := what_begins(head, nbytes):
+            return f": {known}"
+    return ""

@@ -13,6 +13,7 @@ from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
+from nvmeio._files.kinds import HEAD_BYTES, because_of_kind, what_begins
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
@@ -219,13 +220,18 @@ class _Shard(NamedTuple):
 def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
     """Yield the shards of an index; raise ValueError if it is invalid."""
     folder = os.path.dirname(index)
+    content = read_file(index).tobytes()
     try:
-        contents = parse_json(read_file(index).tobytes())
+        contents = parse_json(content)
         if contents["version"] != 2:
             raise ValueError(f"its version is {contents['version']!r}, not 2")
         shards = _of(contents, "shards", list)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index!r} is not an index of MDS shards: {error}") from error
+        known = None
+        if content.lstrip()[:1] not in (b"{", b"["):
+            known = what_begins(content[:HEAD_BYTES], len(content))
+        words = f"is not an index of MDS shards: {known or error}"
+        raise ValueError(f"{index!r} {words}") from error
     for number, shard in enumerate(shards):
         try:
             yield _shard(folder, shard, allow_pickle)
@@ -256,7 +262,8 @@ def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
     samples, size = _of(shard, "samples", int), _of(raw, "bytes", int)
     found = os.stat(path).st_size
     if size != found:
-        raise ValueError(f"has {size} bytes, and {path!r} has {found}: it is incomplete")
+        why = because_of_kind(path) or ": it is incomplete"
+        raise ValueError(f"has {size} bytes, and {path!r} has {found}{why}")
     if samples < 0:
         raise ValueError(f"has {samples} samples; it must be 0 or more")
     if 4 * (samples + 2) > size:

@@ -12,6 +12,7 @@ import torch
 from nvmeio._arguments.checks import flag, integer, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
+from nvmeio._files.kinds import because_of_kind
 from nvmeio._files.paths import absolute, naming
 from nvmeio.default import default_handle
 from nvmeio.torch.data._records import (
@@ -97,7 +98,7 @@ class MegatronDataset(RecordDataset):
         if known.end != index.end:
             raise ValueError(
                 f"{bin_path!r} has {known.end} bytes; the sequences of {index_path!r} take "
-                f"{index.end}"
+                f"{index.end}{because_of_kind(bin_path)}"
             )
         self._dtype = index.dtype
         self._make([bin_path], index.pointers, index.lengths, None, transform, [known])
@@ -197,7 +198,10 @@ class _IndexFile:
             # Of the open file, because the path may lead to another one by now.
             mapped = np.memmap(file, np.uint8, "r") if header else np.empty(0, np.uint8)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise ValueError(f"{path!r} is not a .idx file of Megatron: wrong header")
+            why = "" if header.startswith(_MAGIC[:8]) else because_of_kind(path)
+            raise ValueError(
+                f"{path!r} is not a .idx file of Megatron{why or ': wrong header'}"
+            )
         _, version, code, sequences, documents = _HEADER.unpack(header)
         if version != 1:
             raise ValueError(f"{path!r} is of version {version}; it must be 1")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._files.kinds import what_begins
 from nvmeio._native.file import File
 from nvmeio._safetensors.writing import replacing_links
 from nvmeio.default import default_handle
@@ -60,13 +61,6 @@ _SPARSE = b"S"
 _WITHOUT_DATA = b"123456"
 _LONG_NAME, _LONG_LINK, _PAX_GLOBAL = b"L", b"K", b"g"
 _EXTENDED = b"LKxXg"
-
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-}
 
 # From WebDataset's tariterators.py: the default of skip_meta.
 _META = re.compile(r"__[^/]*__($|/)")
@@ -266,7 +260,7 @@ class _Archive:
             extended.clear()
             at = begin + -(-size // _BLOCK) * _BLOCK
         if not self._size:
-            self._refuse(0, "is empty")
+            self._refuse(0, f"is not a tar archive: {what_begins(b'', 0)}")
         if extended:
             self._refuse(at, "ends behind the header of a member that is missing")
         self.remarks.append("has no end-of-archive blocks: it may be cut short")
@@ -280,16 +274,16 @@ class _Archive:
                     return size
             except ValueError:
                 pass
-        for magic, method in _COMPRESSED.items():
-            if not at and header.startswith(magic):
-                self._refuse(
-                    at, f"is compressed by {method}: decompress it to read it at random"
-                )
         words = "has an invalid header: it is damaged"
         if len(header) < _BLOCK:
             words = "is cut short: it ends within a header"
         elif not at:
             words = "is not a tar archive: the first header is invalid"
+        known = (
+            None if at or header[257:262] == b"ustar" else what_begins(header, self._size)
+        )
+        if known is not None:
+            words = f"is not a tar archive: {known}"
         return self._refuse(at, words)
 
     def _check_data(self, begin: int, size: int) -> None:
