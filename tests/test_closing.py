@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import io
 import itertools
 import os
 import warnings
@@ -319,8 +320,9 @@ def test_an_open_file_that_is_freed_warns_as_by_io(tmp_path):
     file = nvmeio.File(path)
     with pytest.warns(
         ResourceWarning, match=f"unclosed file <nvmeio.File '{path}', mode 'rb'"
-    ):
+    ) as warned:
         del file
+    assert warned[0].filename == __file__
     nvmeio.save(tmp_path / "array.npy", ARRAY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,6 +332,26 @@ def test_an_open_file_that_is_freed_warns_as_by_io(tmp_path):
         del array
         with pytest.raises(FileNotFoundError):
             nvmeio.File(tmp_path / "none")
+
+
+@pytest.mark.parametrize("over", [io.BufferedReader, io.BufferedRandom, io.TextIOWrapper])
+def test_an_open_file_under_a_buffer_warns_as_by_io(tmp_path, over):
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    found = []
+    for raw in (io.FileIO(path, "r+"), nvmeio.File(path, "r+")):
+        stream = over(io.BufferedRandom(raw) if over is io.TextIOWrapper else raw)
+        expected = repr(stream)
+        del raw
+        with pytest.warns(ResourceWarning) as warned:
+            del stream
+        found.append([str(each.message) for each in warned])
+        assert found[-1] == [f"unclosed file {expected}"]
+        assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with over(io.BufferedRandom(nvmeio.File(path, "r+"))):
+            pass
 
 
 def test_a_request_that_nobody_waits_for_warns(handle, path):

@@ -62,5 +62,5 @@ cdef str words_of(object error)
 cdef int warn_of(str words) except -1
 
 # Warn of an error of closing a file that nobody closed before it was freed.
-cdef int warn_open(object path, str mode) except -1
+cdef int warn_open(str what, object source) noexcept
 cdef int warn_unclosed(int result, object path) except -1

@@ -137,17 +137,17 @@ cdef str words_of(object error):
     return str(error) if isinstance(error, OSError) else None
 
 
+# Functions of Cython have no frame: level 1 is the line of Python that runs.
 cdef int warn_of(str words) except -1:
     warnings.warn(
-        f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=2
+        f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=1
     )
     return 0
 
 
-cdef int warn_open(object path, str mode) except -1:
+cdef int warn_open(str what, object source) noexcept:
     # As io.FileIO does.
-    words = f"unclosed file <nvmeio.File {path!r}, mode {mode!r}>"
-    warnings.warn(words, ResourceWarning, stacklevel=2)
+    warnings.warn(f"unclosed file {what}", ResourceWarning, stacklevel=1, source=source)
     return 0
 
 
@@ -156,6 +156,6 @@ cdef int warn_unclosed(int result, object path) except -1:
         f"a file was not closed before it was freed, and then: {reason_of(-result)}: "
         f"{path!r}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=1,
     )
     return 0

@@ -221,7 +221,7 @@ cdef class File:
         if result < 0:
             warn_unclosed(result, self.path)
         elif is_open and self.is_users:
-            warn_open(self.path, self.mode)
+            warn_open(f"<nvmeio.File {self.path!r}, mode {self.mode!r}>", None)
 
     cdef nvmeio_file *retain(self) except NULL:
         cdef nvmeio_file *c
@@ -586,6 +586,11 @@ cdef class File:
 
     def __exit__(self, *exc_info):
         self.close()
+
+    def _dealloc_warn(self, source):
+        # io.BufferedReader and its like call this, also of io.FileIO, when they are freed.
+        if self.c != NULL and self.is_users:
+            warn_open(repr(source), source)
 
     def __reduce__(self):
         if self.absolute is None:
