@@ -1,8 +1,8 @@
 """Build nvmeio: the C library, shared and as an archive, and the Cython modules around it.
 
-Options come from the environment: NVMEIO_WITH_LIBURING, NVMEIO_WITH_LIBAIO and
-NVMEIO_WITH_OPENMP (auto, yes or no), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
-docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
+Options come from the environment: NVMEIO_WITH_LIBURING and NVMEIO_WITH_OPENMP (auto, yes
+or no), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults: docs/reliability.md), and CC, CFLAGS
+and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
 
@@ -63,8 +63,6 @@ FEATURES = [
     Feature("liburing", "-luring", "engine_uring.c", "liburing.h",
             "io_uring_submit_and_wait, io_uring_wait_cqes, io_uring_prep_read",
             "liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora)"),
-    Feature("libaio", "-laio", "engine_libaio.c", "libaio.h", "io_setup, io_submit",
-            "libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"),
     Feature("openmp", "-fopenmp", "", "omp.h", "omp_get_max_threads",
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip

@@ -30,15 +30,10 @@ struct entry {
 #else
 #define OPS_URING NULL
 #endif
-#ifdef NVMEIO_HAVE_LIBAIO
-#define OPS_LIBAIO &nvmeio_engine_libaio
-#else
-#define OPS_LIBAIO NULL
-#endif
 
 static const struct entry entries[] = {
     {"io_uring", "liburing", OPS_URING},
-    {"libaio", "libaio", OPS_LIBAIO},
+    {"libaio", "", &nvmeio_engine_libaio},
     {"threads", "", &nvmeio_engine_threads},
     {"sync", "", &nvmeio_engine_sync},
 };

@@ -66,7 +66,6 @@ struct nvmeio_engine {
 
 struct nvmeio_engine_ops {
     const char *name;
-    const char *library; /* the library that it needs, or "" */
 
     /* Set up for at most engine->depth blocks, in the thread that will use the
      * engine. */

@@ -1,4 +1,5 @@
-/* engine_libaio.c -- carries out blocks by the kernel's native AIO, through libaio.
+/* engine_libaio.c -- carries out blocks by the kernel's native AIO.  It makes the
+ * system calls itself, so it needs no library.
  *
  * Completions and wake-ups signal the same eventfd, which reap() polls, because nothing
  * can wake a thread that sleeps in io_getevents(2). Blocks without O_DIRECT are carried
@@ -7,12 +8,14 @@
 #include "engine.h"
 
 #include <errno.h>
-#include <libaio.h>
+#include <linux/aio_abi.h>
 #include <poll.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 struct aio {
-    io_context_t context;
+    aio_context_t context;
     struct iocb *controls;   /* one per block, by its index */
     struct iocb **pending;   /* pushed, not yet submitted */
     struct io_event *events; /* room for the completions of all blocks */
@@ -32,13 +35,12 @@ static void aio_free(struct aio *aio)
  * depth until there are enough. */
 static int aio_setup(struct nvmeio_engine *engine, struct aio *aio)
 {
-    int error = io_setup((int)engine->depth, &aio->context);
-
-    while ((error == -EAGAIN || error == -ENOMEM) && engine->depth > 1) {
+    while (syscall(SYS_io_setup, (long)engine->depth, &aio->context)) {
+        if ((errno != EAGAIN && errno != ENOMEM) || engine->depth == 1)
+            return -errno;
         engine->depth /= 2;
-        error = io_setup((int)engine->depth, &aio->context);
     }
-    return error;
+    return 0;
 }
 
 static int aio_open(struct nvmeio_engine *engine)
@@ -64,8 +66,15 @@ static int aio_open(struct nvmeio_engine *engine)
 static void aio_close(struct nvmeio_engine *engine)
 {
     struct aio *aio = engine->state;
-    io_destroy(aio->context);
+    syscall(SYS_io_destroy, aio->context);
     aio_free(aio);
+}
+
+static uint16_t opcode_of(const struct nvmeio_block *block)
+{
+    if (block->op == NVMEIO_OP_FSYNC)
+        return block->data_only ? IOCB_CMD_FDSYNC : IOCB_CMD_FSYNC;
+    return block->op == NVMEIO_OP_READ ? IOCB_CMD_PREAD : IOCB_CMD_PWRITE;
 }
 
 static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
@@ -78,17 +87,25 @@ static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
         return;
     }
     engine->in_flight++;
-    if (block->op == NVMEIO_OP_FSYNC && block->data_only)
-        io_prep_fdsync(control, block->fd);
-    else if (block->op == NVMEIO_OP_FSYNC)
-        io_prep_fsync(control, block->fd);
-    else if (block->op == NVMEIO_OP_READ)
-        io_prep_pread(control, block->fd, block->address, block->bytes, block->offset);
-    else
-        io_prep_pwrite(control, block->fd, block->address, block->bytes, block->offset);
-    io_set_eventfd(control, engine->wake_fd);
-    control->data = block;
+    *control = (struct iocb){
+        .aio_data = (uintptr_t)block,
+        .aio_lio_opcode = opcode_of(block),
+        .aio_fildes = (uint32_t)block->fd,
+        .aio_flags = IOCB_FLAG_RESFD,
+        .aio_resfd = (uint32_t)engine->wake_fd,
+    };
+    /* The kernel refuses an fsync with any of these. */
+    if (block->op != NVMEIO_OP_FSYNC) {
+        control->aio_buf = (uintptr_t)block->address;
+        control->aio_nbytes = block->bytes;
+        control->aio_offset = block->offset;
+    }
     aio->pending[aio->pending_count++] = control;
+}
+
+static struct nvmeio_block *block_of(uint64_t data)
+{
+    return (struct nvmeio_block *)(uintptr_t)data;
 }
 
 /* Remove the first `count` pending blocks, which the kernel has taken. */
@@ -104,8 +121,7 @@ static void aio_taken(struct aio *aio, unsigned count)
  * modules, for example, return EACCES or EPERM for one file. */
 static bool concerns_block(int error)
 {
-    return error < 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY &&
-           error != -ENOMEM;
+    return error != -EINTR && error != -EAGAIN && error != -EBUSY && error != -ENOMEM;
 }
 
 /* Submit all pending blocks. A block that the kernel refuses finishes with its error.
@@ -115,45 +131,49 @@ static int aio_hand_over(struct nvmeio_engine *engine)
     struct aio *aio = engine->state;
 
     while (aio->pending_count > 0) {
-        int result = io_submit(aio->context, (long)aio->pending_count, aio->pending);
-        if (result > 0) {
-            aio_taken(aio, (unsigned)result);
+        long count = syscall(SYS_io_submit, aio->context, (long)aio->pending_count,
+                             aio->pending);
+        if (count > 0) {
+            aio_taken(aio, (unsigned)count);
             aio->patience.since_ns = 0;
             continue;
         }
-        if (concerns_block(result)) {
-            struct nvmeio_block *block = aio->pending[0]->data;
+        int error = count < 0 ? -errno : -EAGAIN;
+        if (concerns_block(error)) {
+            struct nvmeio_block *block = block_of(aio->pending[0]->aio_data);
             aio_taken(aio, 1);
-            block->result = result;
+            block->result = error;
             /* Kernels before 4.18 do not know this operation. */
-            if (block->op == NVMEIO_OP_FSYNC && result == -EINVAL)
+            if (block->op == NVMEIO_OP_FSYNC && error == -EINVAL)
                 nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
             continue;
         }
         engine->retries++;
-        int error = nvmeio_patience_try(&aio->patience, result ? result : -EAGAIN);
+        error = nvmeio_patience_try(&aio->patience, error);
         if (error)
             return error;
     }
     return 0;
 }
 
-/* Collect all completions. */
+/* Collect all completions. Returns 0 or -errno. */
 static int aio_collect(struct nvmeio_engine *engine)
 {
     struct aio *aio = engine->state;
     struct timespec now = {0, 0};
-    int count = io_getevents(aio->context, 0, (long)engine->depth, aio->events, &now);
+    long count = syscall(SYS_io_getevents, aio->context, 0L, (long)engine->depth,
+                         aio->events, &now);
 
-    for (int i = 0; i < count; i++) {
-        struct nvmeio_block *block = aio->events[i].data;
-        block->result = (int64_t)aio->events[i].res;
+    for (long i = 0; i < count; i++) {
+        struct nvmeio_block *block = block_of(aio->events[i].data);
+        block->result = aio->events[i].res;
         nvmeio_engine_finish(engine, block);
     }
-    if (count >= 0)
-        aio->patience.since_ns = 0;
-    return count;
+    if (count < 0)
+        return -errno;
+    aio->patience.since_ns = 0;
+    return 0;
 }
 
 /* Sleep until a completion, a wake-up or a signal. */
@@ -183,10 +203,10 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min)
         int error = aio_hand_over(engine);
         if (error)
             return error;
-        int collected = aio_collect(engine);
-        if (collected < 0) {
+        error = aio_collect(engine);
+        if (error) {
             engine->retries++;
-            error = nvmeio_patience_try(&aio->patience, collected);
+            error = nvmeio_patience_try(&aio->patience, error);
             if (error)
                 return error;
             continue;
@@ -209,7 +229,6 @@ static void aio_wake(struct nvmeio_engine *engine)
 
 const struct nvmeio_engine_ops nvmeio_engine_libaio = {
     .name = "libaio",
-    .library = "libaio",
     .open = aio_open,
     .close = aio_close,
     .push = aio_push,

@@ -61,7 +61,6 @@ static void sync_wake(struct nvmeio_engine *engine)
 
 const struct nvmeio_engine_ops nvmeio_engine_sync = {
     .name = "sync",
-    .library = "",
     .open = sync_open,
     .close = sync_close,
     .push = sync_push,

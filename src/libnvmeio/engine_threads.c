@@ -158,7 +158,6 @@ static void threads_wake(struct nvmeio_engine *engine)
 
 const struct nvmeio_engine_ops nvmeio_engine_threads = {
     .name = "threads",
-    .library = "",
     .open = threads_open,
     .close = threads_close,
     .push = threads_push,

@@ -229,7 +229,6 @@ static void uring_wake(struct nvmeio_engine *engine)
 
 const struct nvmeio_engine_ops nvmeio_engine_uring = {
     .name = "io_uring",
-    .library = "liburing",
     .open = uring_open,
     .close = uring_close,
     .push = uring_push,

@@ -134,7 +134,6 @@ static inline void fake_wake(struct nvmeio_engine *engine)
 
 const struct nvmeio_engine_ops nvmeio_engine_sync = {
     .name = "sync",
-    .library = "",
     .open = fake_open,
     .close = fake_close,
     .push = fake_push,

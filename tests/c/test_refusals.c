@@ -1,8 +1,8 @@
 /* Refusals of system calls, by functions that replace them at link time. */
 #include <sys/resource.h>
-#include <sys/syscall.h>
 
 #include "engine.h"
+#include "system_calls.h"
 #include "transfer.h"
 
 /* How many more calls of io_submit() fail, and the errno. */
@@ -17,25 +17,6 @@ static unsigned disturbances;
 /* Offset of the clock, in half seconds. */
 static int later;
 
-struct iocb;
-struct io_event;
-int io_submit(unsigned long context, long count, struct iocb **blocks);
-int io_getevents(unsigned long context, long count_min, long count_max,
-                 struct io_event *events, struct timespec *limit);
-
-int io_getevents(unsigned long context, long count_min, long count_max,
-                 struct io_event *events, struct timespec *limit)
-{
-    if (disturbed) {
-        later++;
-        ++disturbances;
-        return disturbances % 40 == 0 ? 0 : disturbances % 40 == 20 ? -EAGAIN : -EINTR;
-    }
-    long result =
-        syscall(SYS_io_getevents, context, count_min, count_max, events, limit);
-    return result < 0 ? -errno : (int)result;
-}
-
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
     long result = syscall(SYS_clock_gettime, clock, now);
@@ -46,16 +27,26 @@ int clock_gettime(clockid_t clock, struct timespec *now)
     return (int)result;
 }
 
-int io_submit(unsigned long context, long count, struct iocb **blocks)
+static bool answer(long number, const long *words, long *result)
 {
-    if (disturbed)
-        return (int)count;
-    if (atomic_load(&refusals) > 0) {
-        atomic_fetch_sub(&refusals, 1);
-        return -atomic_load(&refusal);
+    if (number == SYS_io_getevents && disturbed) {
+        later++;
+        disturbances++;
+        *result = disturbances % 40 == 0    ? 0
+                  : disturbances % 40 == 20 ? -EAGAIN
+                                            : -EINTR;
+        return true;
     }
-    long result = syscall(SYS_io_submit, context, count, blocks);
-    return result < 0 ? -errno : (int)result;
+    if (number == SYS_io_submit && disturbed) {
+        *result = words[1];
+        return true;
+    }
+    if (number == SYS_io_submit && atomic_load(&refusals) > 0) {
+        atomic_fetch_sub(&refusals, 1);
+        *result = -atomic_load(&refusal);
+        return true;
+    }
+    return false;
 }
 
 /* A security module refuses one file with EACCES or EPERM: all others must go on. */

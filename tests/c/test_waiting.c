@@ -1,15 +1,12 @@
 /* A completion wakes, and is reported to, exactly the threads that wait for it. */
-#include <dlfcn.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <semaphore.h>
-#include <stdarg.h>
-
 #include <sys/eventfd.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
 
 #include "scripted.h"
+#include "system_calls.h"
 
 static struct nvmeio_transfer small(enum nvmeio_op op, int64_t page)
 {
@@ -21,9 +18,8 @@ static struct nvmeio_transfer small(enum nvmeio_op op, int64_t page)
     return t;
 }
 
-/* Replaces syscall(2), by which the library's threads sleep and wake each other.  It
- * can hold a thread after its timeout, and another before it wakes the second of two.
- * */
+/* The library's threads sleep and wake each other by syscall(2).  It can hold a thread
+ * after its timeout, and another before it wakes the second of two. */
 static _Thread_local bool gives_up;
 static _Thread_local unsigned waits;
 static atomic_bool late, wake_is_held, waking;
@@ -35,32 +31,24 @@ static void await_post(sem_t *semaphore)
         ;
 }
 
-long syscall(long number, ...)
+static bool answer(long number, const long *words, long *result)
 {
-    long (*real)(long, ...) = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
-    long arguments[6];
-    va_list list;
-
-    va_start(list, number);
-    for (int i = 0; i < 6; i++)
-        arguments[i] = va_arg(list, long);
-    va_end(list);
-    bool sleeps = number == SYS_futex && (int)arguments[1] != FUTEX_WAKE_PRIVATE;
+    bool sleeps = number == SYS_futex && (int)words[1] != FUTEX_WAKE_PRIVATE;
     bool wakes = number == SYS_futex && !sleeps;
     if (wakes && atomic_exchange(&wake_is_held, false)) {
         atomic_store(&waking, true);
         await_post(&wake_on);
     }
-    if (sleeps && gives_up && waits++ == 1)
+    if (!sleeps || !gives_up)
+        return false;
+    if (waits++ == 1)
         sem_post(&wake_on);
-    long result = real(number, arguments[0], arguments[1], arguments[2], arguments[3],
-                       arguments[4], arguments[5]);
-    if (sleeps && gives_up && result < 0 && errno == ETIMEDOUT) {
+    *result = call_kernel(number, words) < 0 ? -errno : 0;
+    if (*result == -ETIMEDOUT) {
         atomic_store(&late, true);
         await_post(&go_on);
-        errno = ETIMEDOUT;
     }
-    return result;
+    return true;
 }
 
 #define READERS 64

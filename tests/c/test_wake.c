@@ -1,9 +1,9 @@
 /* wake() ends a reap() that waits for one or all of some slow blocks, repeatedly, on
  * the engines that wait for the kernel or for threads. */
 #include <pthread.h>
-#include <sys/syscall.h>
 
 #include "engine.h"
+#include "system_calls.h"
 #include "transfer.h"
 
 #if __has_include(<liburing.h>)
@@ -43,25 +43,25 @@ int io_uring_submit_and_wait(struct io_uring *ring, unsigned count)
 }
 #endif
 
-struct iocb;
-int io_submit(unsigned long context, long count, struct iocb **blocks);
-
 #define BLOCKS 4
 
 /* Blocks that libaio and the threads hold until they are released. */
 static atomic_bool held;
-static unsigned long context_held;
-static struct iocb *blocks_held[BLOCKS];
+static long context_held;
+static long blocks_held[BLOCKS]; /* addresses */
 static unsigned count_held;
 
-int io_submit(unsigned long context, long count, struct iocb **blocks)
+static bool answer(long number, const long *words, long *result)
 {
-    context_held = context;
-    for (long i = 0; i < count; i++) {
+    if (number != SYS_io_submit)
+        return false;
+    context_held = words[0];
+    for (long i = 0; i < words[1]; i++) {
         CHECK(count_held < BLOCKS);
-        blocks_held[count_held++] = blocks[i];
+        blocks_held[count_held++] = ((long *)words[2])[i];
     }
-    return (int)count;
+    *result = words[1];
+    return true;
 }
 
 ssize_t pread(int fd, void *address, size_t size, off_t offset)
@@ -118,8 +118,8 @@ static void take_and_wake(struct nvmeio_engine *engine, const int pipes[2], int 
     wake_and_reap(engine, 2);
     atomic_store(&held, false);
     CHECK(write(pipes[1], "xxxx", BLOCKS) == BLOCKS);
-    CHECK(count_held == 0 || syscall(SYS_io_submit, context_held, (long)count_held,
-                                     blocks_held) == (long)count_held);
+    const long words[6] = {context_held, (long)count_held, (long)blocks_held};
+    CHECK(count_held == 0 || call_kernel(SYS_io_submit, words) == (long)count_held);
     count_held = 0;
     while (engine->in_flight > 0)
         CHECK(engine->ops->reap(engine, 1) >= 0);

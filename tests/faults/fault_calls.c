@@ -28,9 +28,6 @@
 #ifdef NVMEIO_HAVE_LIBURING
 #include <liburing.h>
 #endif
-#ifdef NVMEIO_HAVE_LIBAIO
-#include <libaio.h>
-#endif
 
 #include "fault.h"
 
@@ -229,25 +226,6 @@ void nvmeio_faulty_io_uring_queue_exit(struct io_uring *ring)
 }
 #endif
 
-#ifdef NVMEIO_HAVE_LIBAIO
-static bool refuses_a_context(void)
-{
-    static const int errors[] = {EAGAIN, ENOMEM, ENOSYS, EPERM};
-    return fails(NVMEIO_FAULT_SETUP, errors, 4);
-}
-
-CALL(int, io_setup, (int count, io_context_t *context), (count, context),
-     refuses_a_context(), -errno)
-SURE_CALL(io_destroy, (io_context_t context), (context))
-CALL(int, io_submit, (io_context_t context, long count, struct iocb **controls),
-     (context, (long)part_of((size_t)count), controls),
-     fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN), -EAGAIN)
-CALL(int, io_getevents,
-     (io_context_t context, long count_min, long count_max, struct io_event *events,
-      struct timespec *limit),
-     (context, count_min, count_max, events, limit), is_interrupted(), -EINTR)
-#endif
-
 CALL(int, pthread_create,
      (pthread_t * thread, const pthread_attr_t *attributes, void *(*function)(void *),
       void *argument),
@@ -302,10 +280,40 @@ static bool ends_wait(int command)
     return nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL) || is_interrupted();
 }
 
-/* mbind(2), futex(2) and cachestat(2), with six arguments. */
+static bool refuses_a_context(void)
+{
+    static const int errors[] = {EAGAIN, ENOMEM, ENOSYS, EPERM};
+    return fails(NVMEIO_FAULT_SETUP, errors, 4);
+}
+
+static long call_kernel(long number, const long *words)
+{
+    return syscall(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+}
+
+/* The calls of AIO. */
+#define AIO_CALL(name, fails)                                                          \
+    static long nvmeio_faulty_##name(long *words)                                      \
+    {                                                                                  \
+        ENTERS;                                                                        \
+        return (fails) ? -1 : call_kernel(SYS_##name, words);                          \
+    }
+
+/* The kernel accepts only some of the blocks. */
+static bool is_shortened(long *count)
+{
+    *count = (long)part_of((size_t)*count);
+    return false;
+}
+
+AIO_CALL(io_setup, refuses_a_context())
+AIO_CALL(io_destroy, false)
+AIO_CALL(io_submit, fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN) || is_shortened(&words[1]))
+AIO_CALL(io_getevents, is_interrupted())
+
+/* Those of AIO, mbind(2), futex(2) and cachestat(2), with six arguments. */
 long nvmeio_faulty_syscall(long number, ...)
 {
-    ENTERS;
     long words[6];
     va_list rest;
 
@@ -313,11 +321,24 @@ long nvmeio_faulty_syscall(long number, ...)
     for (int i = 0; i < 6; i++)
         words[i] = va_arg(rest, long);
     va_end(rest);
+    switch (number) {
+    case SYS_io_setup:
+        return nvmeio_faulty_io_setup(words);
+    case SYS_io_destroy:
+        return nvmeio_faulty_io_destroy(words);
+    case SYS_io_submit:
+        return nvmeio_faulty_io_submit(words);
+    case SYS_io_getevents:
+        return nvmeio_faulty_io_getevents(words);
+    default:
+        break;
+    }
+    ENTERS;
     if (number == SYS_futex && ends_wait((int)words[1]))
         return errno ? -1 : 0;
     if (number != SYS_futex && lacks_memory())
         return -1;
-    return syscall(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+    return call_kernel(number, words);
 }
 
 static bool lacks_descriptors(void)

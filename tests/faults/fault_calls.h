@@ -23,8 +23,6 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define sem_wait nvmeio_faulty_sem_wait
 #define io_uring_submit nvmeio_faulty_io_uring_submit
 #define io_uring_submit_and_wait nvmeio_faulty_io_uring_submit_and_wait
-#define io_submit nvmeio_faulty_io_submit
-#define io_getevents nvmeio_faulty_io_getevents
 #define pthread_cond_wait nvmeio_faulty_pthread_cond_wait
 
 /* Calls that wake other threads.  These only pause. */
@@ -39,12 +37,10 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define close nvmeio_faulty_close
 #define unlink nvmeio_faulty_unlink
 #define munlock nvmeio_faulty_munlock
-#define io_destroy nvmeio_faulty_io_destroy
 #define io_uring_queue_exit nvmeio_faulty_io_uring_queue_exit
 
 /* Calls that set up. */
 #define io_uring_queue_init_params nvmeio_faulty_io_uring_queue_init_params
-#define io_setup nvmeio_faulty_io_setup
 #define pthread_create nvmeio_faulty_pthread_create
 
 /* Memory. */
@@ -58,6 +54,8 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define mlock nvmeio_faulty_mlock
 #define mincore nvmeio_faulty_mincore
 #define madvise nvmeio_faulty_madvise
+
+/* Calls that the C library has no function for: of AIO, memory and futexes. */
 #define syscall nvmeio_faulty_syscall
 
 /* Files. */

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "engine.h"
 #include "fault.h"
@@ -211,13 +212,19 @@ static struct nvmeio_block *take_new(struct nvmeio_engine *engine,
     return list;
 }
 
+/* Engines of our own threads always return blocks. */
+static bool by_kernel(const struct nvmeio_engine *engine)
+{
+    const char *name = real_of(engine)->name;
+    return strcmp(name, "io_uring") == 0 || strcmp(name, "libaio") == 0;
+}
+
 static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct faults *faults = engine->faults;
     struct nvmeio_block *old = engine->finished, *reported = NULL;
 
-    /* Engines of our own threads always return blocks. */
-    if (*real_of(engine)->library)
+    if (by_kernel(engine))
         faults->dead |= nvmeio_fault_strikes(NVMEIO_FAULT_DEAD, NULL);
     if (faults->dead)
         return -EIO;
