@@ -234,6 +234,14 @@ def test_a_kernel_can_be_forced(kernel, monkeypatch):
         assert f"NVMEIO_COPY is '{kernel}', which this processor lacks" in report["error"]
 
 
+def test_a_kernel_works_if_the_processor_has_its_vectors():
+    with open("/proc/cpuinfo", encoding="ascii") as file:
+        words = {*file.read().split()}
+    flags = {"avx512": "avx512f", "avx2": "avx2", "neon": "asimd"}
+    found = settings.kernels()
+    assert {n: found[n] for n in flags} == {n: flag in words for n, flag in flags.items()}
+
+
 def test_an_unknown_kernel_is_refused_by_copies_and_handles(monkeypatch):
     monkeypatch.setenv("NVMEIO_COPY", "avx9")
     report = run_child("copy_all_sizes").report

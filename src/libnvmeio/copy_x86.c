@@ -7,11 +7,17 @@
 
 #if defined(__x86_64__)
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #define NOTHING() ((void)0)
+
+/* Bits of XCR0: the registers that the kernel saves. */
+#define XMM 0x2
+#define YMM 0x4
+#define ZMM 0xe0
 
 #define TARGET __attribute__((target("avx512f")))
 #define KERNEL copy_avx512
@@ -51,17 +57,34 @@
 
 bool nvmeio_copy_has_near_cache(void)
 {
-    return __builtin_cpu_is("amd");
+    unsigned eax, ebx = 0, ecx, edx;
+
+    __get_cpuid(0, &eax, &ebx, &ecx, &edx);
+    return ebx == signature_AMD_ebx;
+}
+
+/* Whether the processor has an extension, and the kernel saves its registers. zig's
+ * __builtin_cpu_supports() always denies (0.17.1). */
+static bool has(unsigned extension, unsigned registers)
+{
+    unsigned eax, ebx, ecx, edx;
+
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE))
+        return false;
+    __asm__("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    if ((eax & registers) != registers)
+        return false;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && ebx & extension;
 }
 
 static bool has_avx512(void)
 {
-    return __builtin_cpu_supports("avx512f");
+    return has(bit_AVX512F, XMM | YMM | ZMM);
 }
 
 static bool has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2");
+    return has(bit_AVX2, XMM | YMM);
 }
 
 const struct nvmeio_copy_kernel nvmeio_copy_avx512 = {
