@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import nvmeio
-import nvmeio.torch
 from children import run_child
 from helpers import pattern
 from workloads.forks import fork, join
@@ -63,6 +62,12 @@ def test_a_forked_child_has_a_default_handle(tmp_path):
     read()
 
 
+def torch():
+    """Return nvmeio.torch, or skip."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    return nvmeio.torch
+
+
 USERS = {
     "read_file": lambda path, folder: nvmeio.read_file(path),
     "read_into": lambda path, folder: nvmeio.read_into(bytearray(128), path),
@@ -72,10 +77,10 @@ USERS = {
     "ArrayFile": lambda path, folder: nvmeio.ArrayFile(path)[2:5],
     "assignment": lambda path, folder: nvmeio.ArrayFile(path, mode="r+").__setitem__(0, 1),
     "prefetch": lambda path, folder: nvmeio.ArrayFile(path).prefetch([1, 2]).wait(),
-    "ArrayDataset": lambda path, folder: nvmeio.torch.ArrayDataset(path)[3],
-    "TokenDataset": lambda path, folder: nvmeio.torch.TokenDataset(path, 4)[1],
+    "ArrayDataset": lambda path, folder: torch().ArrayDataset(path)[3],
+    "TokenDataset": lambda path, folder: torch().TokenDataset(path, 4)[1],
     "BatchStream": lambda path, folder: list(
-        nvmeio.torch.BatchStream(nvmeio.torch.ArrayDataset(path), [[1, 2]])
+        torch().BatchStream(torch().ArrayDataset(path), [[1, 2]])
     ),
 }
 

@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-import torch
 
 import nvmeio
 from children import run_child
@@ -274,6 +273,7 @@ class TestMany:
         data = pattern(4000, 1)
         path.write_bytes(data)
         strided = np.zeros((10, 20), np.float32).T
+        torch = pytest.importorskip("torch", reason="torch is not installed")
         tensor = torch.zeros(100, dtype=torch.float64)
         transposed = torch.zeros(10, 10).T
         items = [(strided, path, 0), (tensor, path, 800), (transposed, path, 1600)]
@@ -289,6 +289,7 @@ class TestMany:
 
     def test_items_of_strided_memory_land_beside_one_that_fails(self, handle, path):
         path.write_bytes(np.arange(100).tobytes())
+        torch = pytest.importorskip("torch", reason="torch is not installed")
         columns = np.full((10, 2), -1)
         tensors = torch.full((10, 2), -1)
         failing = np.full((10, 2), -1)

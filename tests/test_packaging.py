@@ -202,6 +202,26 @@ def test_importing_loads_neither_torch_nor_slow_modules():
     assert not loaded & {"torch", "Cython", "setuptools", "difflib", "secrets", *slow}
 
 
+def test_the_modules_of_the_tests_can_be_imported_without_torch():
+    """`make test-pythons` has none, and modules that need it skip themselves."""
+    tests = Path(__file__).parent
+    code = f"""
+import sys, pathlib, pytest
+
+sys.path += ["{tests.parent / "docs/_ext"}"]
+sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
+for path in sorted(pathlib.Path().glob("test_*.py")):
+    try:
+        __import__(path.stem)
+    except pytest.skip.Exception:
+        pass
+    else:
+        print(path.stem)
+"""
+    imported = {*run(sys.executable, "-c", code, cwd=tests).split()}
+    assert {"test_handle", "test_default_handle", "test_order", "test_pickles"} <= imported
+
+
 def test_nvmeio_torch_needs_no_separate_import():
     pytest.importorskip("torch")
     code = "import sys, nvmeio; assert 'torch' not in sys.modules; nvmeio.torch.empty(3)"

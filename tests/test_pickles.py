@@ -4,10 +4,8 @@ import collections
 import pickle
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nvmeio._native.pickles import require_linear
 
@@ -57,6 +55,9 @@ def test_ordinary_objects_pass(protocol):
 
 
 def test_objects_that_are_hashed_by_fields_pass_if_these_are_few():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     keys = [MetadataIndex(f"layer {n}", torch.Size([n, n]), n) for n in range(1000)]
     text = pickle.dumps({key: [key, keys[0]] for key in keys})
     require_linear(text, by_fields=True)

@@ -7,6 +7,9 @@ import struct
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import safetensors.torch
 
 import nvmeio.safetensors.numpy

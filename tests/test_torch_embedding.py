@@ -11,6 +11,9 @@ import textwrap
 import threading
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import nn
 

@@ -13,6 +13,9 @@ import threading
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

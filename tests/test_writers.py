@@ -13,26 +13,25 @@ from unittest import mock
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
 import nvmeio
 import nvmeio.safetensors.numpy
 import nvmeio.safetensors.torch
 from fuse_mounts import empty
 from nvmeio.checkpoint import Checkpointer, atomic_directory, drain
-from workloads.common import Faults
-
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-# Imported after the check, because the modules need torch.
-import safetensors.torch  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-
-from nvmeio.torch.dcp import (  # noqa: E402
+from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from nvmeio.torch.serialization import save_to  # noqa: E402
+from nvmeio.torch.serialization import save_to
+from workloads.common import Faults
 
 OLD, NEW = np.arange(1000), np.arange(1000, 3000)
 
