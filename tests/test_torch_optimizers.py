@@ -719,6 +719,41 @@ class TestStates:
         ordinary.load_state_dict(offloaded.state_dict())
         run(2, theirs, ordinary, ours, offloaded, begin=2)
 
+    @pytest.mark.parametrize("how", ["offload", "state_dict", "state_items", "assigned"])
+    @pytest.mark.parametrize(
+        ("kind", "off"),
+        [
+            ("SGD", {"momentum": 0, "nesterov": False}),
+            ("Adam, amsgrad", {"amsgrad": False}),
+            ("RMSprop", {"momentum": 0, "centered": False}),
+        ],
+    )
+    def test_states_of_options_that_are_off_stay(self, kind, off, how, tmp_path):
+        theirs, ordinary, ours, before = pair(tmp_path / "1", kind)
+        with before:
+            run(2, theirs, ordinary, ours, before)
+            on = {name: ordinary.param_groups[0][name] for name in off}
+            for each in (ordinary, before):
+                each.param_groups[0].update(off)
+            run(1, theirs, ordinary, ours, before, begin=2)
+            found = getattr(before, "state_items" if how == "state_items" else "state_dict")
+            inner = KINDS[kind](ours, foreach=False)
+            if how == "offload":
+                inner.load_state_dict(found())
+            with nvmeio.torch.offload(inner, tmp_path / "2", memory="8MiB") as offloaded:
+                if how == "assigned":
+                    offloaded.param_groups[0].update(off)
+                    for param in before.state:
+                        offloaded.state[param] = before.state[param]
+                elif how != "offload":
+                    offloaded.load_state_dict(found())
+                assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+                run(1, theirs, ordinary, ours, offloaded, begin=3)
+                for each in (ordinary, offloaded):
+                    each.param_groups[0].update(on)
+                run(2, theirs, ordinary, ours, offloaded, begin=4)
+                assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+
     def test_state_items_need_memory_for_one_state_at_a_time(self, both):
         theirs, ordinary, ours, offloaded = both
         run(1, theirs, ordinary, ours, offloaded)

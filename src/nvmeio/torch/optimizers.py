@@ -180,6 +180,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._seen: list[Any] = []
         self._unsplit: set[torch.Tensor] = set()
         self._others: State = {}
+        # The names of states that are about to be written, and need space before.
+        self._coming: dict[torch.Tensor, list[str]] = {}
         self._steps = self._changes = self._freed = 0
         self._failed = ""
         # Raises any ValueError and TypeError before a file is created.
@@ -441,7 +443,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             if name in KEPT or not isinstance(value, torch.Tensor):
                 kept[name] = value
                 continue
-            self._require_place(piece, name, value.nbytes == piece.state_bytes)
+            self._require_fit(piece, name, value.nbytes == piece.state_bytes)
             stride = torch.empty_like(value, device="meta").stride()
             layout = StateLayout(value.dtype, value.shape, stride)
             target = view(piece, name, layout)
@@ -451,33 +453,51 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if state and piece.end == piece.param.numel():
             self._records[piece.param] = _Record(kept, list(state))
 
-    def _require_places(self, piece: Piece, states: dict[str, torch.Tensor]) -> None:
+    def _make_places(self, param: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        """Lay out a group again if states have no place, such as those of other options.
+
+        torch keeps states that the options do not use any more.
+        """
+        piece = self._pieces[param][0]
+        self._require_fits(piece, states)
+        if states.keys() <= set(piece.names):
+            return
+        try:
+            self._coming = {param: list(states)}
+            self._follow_groups()
+        finally:
+            self._coming = {}
+
+    def _require_fits(self, piece: Piece, states: dict[str, torch.Tensor]) -> None:
         param = piece.param
         for name, value in states.items():
             fits = value.shape == param.shape and value.nbytes == param.nbytes
-            self._require_place(piece, name, fits)
+            self._require_fit(piece, name, fits)
 
-    def _require_place(self, piece: Piece, name: str, fits: bool) -> None:
-        if name not in piece.names or not fits:
+    def _require_fit(self, piece: Piece, name: str, fits: bool) -> None:
+        if not fits:
             raise ValueError(
                 f"{type(self.inner).__qualname__} has a state {name!r} of parameter "
-                f"{piece.index} that does not fit its options, or the parameter's shape "
-                "and dtype"
+                f"{piece.index} that does not fit the parameter's shape and dtype"
             )
 
     # The plan.
 
     def _plan(self) -> None:
-        """Lay out the files again for groups that have changed, and move their states."""
-        seen = [self._fingerprint_of(group) for group in self.param_groups]
-        if seen != self._seen:
-            self._lay_out(seen)
+        """Follow the groups, and take the states of parameters that are new in them."""
+        self._follow_groups()
         # States of parameters that were in no group until now.
         if came := [param for param in self._others if param in self._pieces]:
             self._changes += 1
             self._put((param, self._others[param]) for param in came)
             for param in came:
                 del self._others[param]
+
+    def _follow_groups(self) -> None:
+        """Lay out the files again for groups that have changed, and move their states."""
+        seen = [self._fingerprint_of(group) for group in self.param_groups]
+        if seen != self._seen:
+            self._lay_out(seen)
 
     def _lay_out(self, seen: list[Any]) -> None:
         """Create new files for groups that have changed, and move their states."""
@@ -496,9 +516,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     old, new = self._pieces[param], pieces[param]
                     for name in record.moved:
                         same = old[0].layouts[name].dtype.itemsize == param.itemsize
-                        self._require_place(
-                            new[0], name, same and old[0].shape == param.shape
-                        )
+                        fits = same and old[0].shape == param.shape
+                        self._require_fit(new[0], name, fits)
                     yield from self._store.moved(old, new, record.moved)
 
         try:
@@ -538,11 +557,14 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the states that need space: for the group's options, now and before."""
-        names = dict.fromkeys(states_of(type(self.inner), group))
+        names = states_of(type(self.inner), group)
+        more: set[str] = set()
         for param in group["params"]:
             if (record := self._records.get(param)) is not None:
-                names |= dict.fromkeys(record.moved)
-        return tuple(names)
+                more.update(record.moved)
+            more.update(self._coming.get(param, ()))
+        # Sorted, so that the layout stays when coming states have come.
+        return (*names, *sorted(more.difference(names)))
 
     def _budget(self, group: dict[str, Any]) -> Budget:
         params = group["params"]
@@ -585,17 +607,28 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     def _put(self, states: Iterable[tuple[torch.Tensor, State]]) -> None:
         """Write the states of parameters to the files."""
+        left = iter(states)
+        following = next(left, None)
 
         def parts() -> Iterator[Part]:
-            for param, state in states:
+            nonlocal following
+            while following is not None:
+                param, state = following
                 kept, moved = _sorted_out(state)
                 pieces = self._pieces[param]
-                self._require_places(pieces[0], moved)
+                self._require_fits(pieces[0], moved)
+                if not moved.keys() <= set(pieces[0].names):
+                    # The files are laid out again once nothing is being written to them.
+                    return
                 yield from parts_of(pieces, moved)
                 if state:
                     self._records[param] = _Record(kept, list(state))
+                following = next(left, None)
 
-        self._store.put(parts())
+        while following is not None:
+            param, state = following
+            self._make_places(param, _sorted_out(state)[1])
+            self._store.put(parts())
 
     def _replace(self, param: Any, state: State) -> None:
         """Replace the states of a parameter; keep those of one that is in no group."""
@@ -604,7 +637,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if param not in self._pieces:
             self._others[param] = state
             return
-        self._require_places(self._pieces[param][0], _sorted_out(state)[1])
+        self._make_places(param, _sorted_out(state)[1])
         self._failed = "an assignment to state has failed half-way"
         self._changes += 1
         self._put([(param, state)])
