@@ -103,6 +103,29 @@ def test_a_header_of_many_non_ascii_letters_is_read(path):
     assert_same(nvmeio.load(path), expected)
 
 
+def test_warnings_of_headers_name_the_line_of_the_caller(path):
+    """Of what Python 2 wrote, as numpy does too, and of what is not saved."""
+    header = header_saying("[('5L', '<i4'), (\"it's 6L\", '<i4')]", "(2L, 3L)")
+    content = noise((2, 3), [("5L", "<i4"), ("it's 6L", "<i4")])
+    head = npy.magic(1, 0) + len(header).to_bytes(2, "little") + header
+    path.write_bytes(head + content.tobytes())
+    # Each time, although headers that were parsed are remembered.
+    for call in (nvmeio.load, ArrayFile, nvmeio.load):
+        with pytest.warns(UserWarning, match="data' has a header of Python 2") as warned:
+            found = call(path)
+        assert [each.filename for each in warned] == [__file__]
+        assert_same(found[...], content)
+    plain, nested = np.dtype("i4", metadata={"unit": "m"}), np.dtype("i4")
+    for dtype in (plain, np.dtype([("a", nested), ("b", [("c", plain, (2,))])])):
+        array = noise((3,), dtype)
+        with pytest.warns(
+            UserWarning, match="metadata of the dtype .* not saved"
+        ) as warned:
+            nvmeio.save(path, array)
+        assert [each.filename for each in warned] == [__file__]
+        assert_same(np.load(path), array)
+
+
 @pytest.mark.parametrize(("header", "words"), MALFORMED.values(), ids=MALFORMED)
 def test_an_invalid_header_is_refused(path, header, words):
     path.write_bytes(npy.magic(3, 0) + len(header).to_bytes(4, "little") + header)

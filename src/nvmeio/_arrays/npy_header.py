@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tokenize
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
+from nvmeio._arguments.callers import level_outside
 from nvmeio._arguments.checks import extents_of
 from nvmeio._files.kinds import HEAD_BYTES, what_begins
 from nvmeio._files.locks import header_for_reading
@@ -72,6 +74,10 @@ _MALFORMED = (
 )
 
 
+# A string, such as the name of a field; or the end of an integer like 3L.
+_LONG = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?<=[0-9])L\b""", re.DOTALL)
+
+
 # The longest header of version 1.0.
 _SHORT_BYTES_MAX = 0xFFFF
 
@@ -110,7 +116,8 @@ def read_layout(file: File, *, shared: bool) -> Layout:
     with naming(file.path), header_for_reading(file, shared=shared) as descriptor:
         head, size = io.BytesIO(_read_head(descriptor)), file.size
     try:
-        shape, fortran, dtype = header_in(head)
+        header = _text_in(head)
+        shape, fortran, dtype = _parsed_again(header)
         extents = extents_of(shape)
         check_element(dtype)
         check_extents(extents, dtype)
@@ -128,6 +135,9 @@ def read_layout(file: File, *, shared: bool) -> Layout:
         )
     layout = Layout(dtype, extents, head.tell(), fortran)
     check_size(file.path, size, layout)
+    if _without_long(header) != header:
+        words = "has a header of Python 2; save the array again to avoid this warning"
+        warnings.warn(f"{file.path!r} {words}", stacklevel=level_outside())
     return layout
 
 
@@ -145,6 +155,11 @@ def _read_head(descriptor: int) -> bytes:
 
 def header_in(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return shape, Fortran order and dtype; the stream is then where the data begin."""
+    return _parsed_again(_text_in(stream))
+
+
+def _text_in(stream: io.BytesIO) -> str:
+    """Read the text of a header."""
     version = npy.read_magic(stream)
     if version not in _VERSIONS:
         raise ValueError(f"its version is {version}; it must be 1.0, 2.0 or 3.0")
@@ -162,14 +177,25 @@ def header_in(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
         raise _TooLongError(
             f"has a header of {len(header)} characters; the limit is {_HEADER_BYTES_MAX}"
         )
+    return header
+
+
+def _parsed_again(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     for _ in range(_PARSES_MAX - 1):
         with contextlib.suppress(SystemError):
             return _parsed(header)
     return _parsed(header)
 
 
+def _without_long(header: str) -> str:
+    """Return a header without the suffix of Python 2's long integers: 3 instead of 3L."""
+    return _LONG.sub(lambda found: found[1] or "", header) if "L" in header else header
+
+
 def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Have numpy parse a header."""
+    # Here, because numpy would warn of it, and name this line.
+    header = _without_long(header)
     _check_units(header)
     # numpy has no function for version 3.0, but its 2.0 reads escapes.  They make the text
     # longer; the limit is for the text in the file.
@@ -243,6 +269,14 @@ def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
             yield from _parts(dtype[name].base)
 
 
+def _has_metadata(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype, or one that it consists of, has metadata."""
+    inner = [dtype[name] for name in dtype.names or ()]
+    if dtype.subdtype is not None:
+        inner.append(dtype.base)
+    return bool(dtype.metadata) or any(map(_has_metadata, inner))
+
+
 def check_size(path: str | bytes, size: int, layout: Layout) -> None:
     """Raise ValueError if a file ends before its array does."""
     needed = layout.offset + layout.nbytes
@@ -259,6 +293,9 @@ def header_of(shape: tuple[int, ...], dtype: np.dtype[Any], *, long: bool = Fals
     With `long`, it may be longer than numpy reads by default, as numpy.save writes it.
     """
     _check_restored(dtype)
+    if _has_metadata(dtype):
+        words = f"the metadata of the dtype {dtype} are not saved, as by numpy.save()"
+        warnings.warn(words, stacklevel=level_outside())
     text = _described(shape, dtype)
     try:
         encoded, version, width = text.encode("latin1"), (1, 0), 2
@@ -299,11 +336,19 @@ def replace_shape(
 def _described(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     """Return the text of a header."""
     description = {
-        "descr": npy.dtype_to_descr(dtype),
+        # As dtype_to_descr() of numpy, which would warn of metadata, and name this line.
+        "descr": dtype.str if dtype.names is None else _without_metadata(dtype.descr),
         "fortran_order": False,
         "shape": shape,
     }
     return f"{description!r}\n"
+
+
+def _without_metadata(descr: Any) -> Any:
+    """Return a dtype's description without metadata, which are in a tuple with a kind."""
+    if isinstance(descr, list):
+        return [(name, _without_metadata(kind), *shape) for name, kind, *shape in descr]
+    return _without_metadata(descr[0]) if isinstance(descr, tuple) else descr
 
 
 def _padded(encoded: bytes, length: int) -> bytes:

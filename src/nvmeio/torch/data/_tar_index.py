@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._arguments.callers import level_outside
 from nvmeio._files.kinds import what_begins
 from nvmeio._native.file import File
 from nvmeio._safetensors.writing import replacing_links
@@ -116,8 +117,7 @@ def index_of(file: File, saved: str | None) -> TarIndex:
     archive = _Archive(file)
     index = _grouped(archive)
     for remark in archive.remarks:
-        # The caller of TarDataset() is 3 frames up.
-        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=3)
+        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=level_outside())
     # Not saved after a warning, so that the warning is repeated every time.
     is_saved = saved is not None and not archive.remarks
     headers = _headers_at(file, index) if is_saved else ""
