@@ -12,10 +12,11 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute
+from nvmeio._files.tar import decoded
 from nvmeio._native.file import File
 from nvmeio.torch.data._identity import identity_of
 from nvmeio.torch.data._records import RecordDataset, SharedArray, paths_of
-from nvmeio.torch.data._tar_index import SUFFIX, TarIndex, decoded, index_of
+from nvmeio.torch.data._tar_index import SUFFIX, TarIndex, index_of
 
 __all__ = ["TarDataset"]
 

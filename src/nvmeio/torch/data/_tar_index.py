@@ -1,25 +1,24 @@
 """Index a tar archive: where the bytes of its members are, and which members form a sample.
 
-Headers are read as POSIX and GNU tar define them, and members are grouped as in WebDataset
-1.0.  Archives that either of them would silently read wrongly or partly are refused.
+Members are grouped as in WebDataset 1.0.  Archives that it or tar would silently read
+wrongly or partly are refused.
 """
 
 import json
 import logging
 import re
-import struct
 import time
 import warnings
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.callers import level_outside
-from nvmeio._files.kinds import what_begins
+from nvmeio._files.tar import Archive, Member, decoded
 from nvmeio._native.file import File
 from nvmeio._safetensors.writing import replacing_links
 from nvmeio.default import default_handle
@@ -28,7 +27,7 @@ from nvmeio.safetensors import SafetensorError
 from nvmeio.safetensors.numpy import safe_open, save_file
 from nvmeio.torch.data._identity import Stamp, stamp_of
 
-__all__ = ["SUFFIX", "TarIndex", "decoded", "index_of"]
+__all__ = ["SUFFIX", "TarIndex", "index_of"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -39,29 +38,15 @@ SUFFIX = ".nvmeio-index"
 _FORMAT = "nvmeio tar index 3"
 
 _BLOCK = 512
-_ZEROS = bytes(_BLOCK)
 # Headers closer than FAR are read together with the bytes between them, in large reads;
 # others one by one.  A drive reads about FAR bytes in the latency of one small read.
 _LARGE_BYTES = 4 << 20
 _SMALL_BYTES = 16 << 10
 _FAR_BYTES = 256 << 10
-# The limit of a long name or a pax header, which may have a few file attributes of 64 KiB
-# each.
-_EXTENDED_BYTES_MAX = 16 << 20
 # How much before each file is compared with what was indexed, and of how many at once.  An
 # extended header rarely has more.
 _GAP_BYTES = 4096
 _GAPS = 1024
-# How many bytes after the end of an archive are searched for another archive.
-_BEHIND_BYTES = 1 << 20
-
-# Types of headers.  Links, devices, folders and FIFOs have no data, whatever size they
-# state.  Extended headers, except global ones, describe the next header.
-_REGULAR = b"0\x007"
-_SPARSE = b"S"
-_WITHOUT_DATA = b"123456"
-_LONG_NAME, _LONG_LINK, _PAX_GLOBAL = b"L", b"K", b"g"
-_EXTENDED = b"LKxXg"
 
 # From WebDataset's tariterators.py: the default of skip_meta.
 _META = re.compile(r"__[^/]*__($|/)")
@@ -170,12 +155,7 @@ def _headers_at(file: File, index: TarIndex) -> str:
     return f"{checksum:08x}"
 
 
-def decoded(encoded: bytes | bytearray) -> str:
-    """Decode a name as tarfile does."""
-    return encoded.decode("utf-8", "surrogateescape")
-
-
-# Headers.
+# Bytes.
 
 
 def _memory(size: int) -> memoryview:
@@ -209,172 +189,21 @@ class _Window:
         self._begin, self._end = begin, begin + count
 
 
-class _Archive:
-    """Walks through the headers of an archive."""
+class _Archive(Archive):
+    """Walks through the headers of an archive whose members can be read in place."""
 
     def __init__(self, file: File) -> None:
-        self.path = file.path
-        # Reasons to doubt that the archive is complete.
-        self.remarks: list[str] = []
-        self._window, self._size = _Window(file), file.size
+        super().__init__(file.path, file.size, _Window(file).read)
 
-    def _refuse(self, at: int, words: str) -> NoReturn:
-        raise ValueError(f"the archive {self.path!r} {words} (at byte {at})")
-
-    def members(self) -> Iterator[tuple[str, int, int]]:
-        """Yield name, offset and size of each regular file."""
-        extended: dict[str, bytes] = {}
-        at = 0
-        while at < self._size:
-            header = self._window.read(at, _BLOCK)
-            if header == _ZEROS:
-                self._check_end(at)
-                return
-            size = self._check(header, at)
-            kind = header[156:157]
-            begin, is_regular = at + _BLOCK, kind in _REGULAR
-            if kind in _EXTENDED:
-                at = self._take_extended(kind, begin, size, extended)
-                continue
-            name = header[:100].partition(b"\0")[0]
-            # In archives before POSIX, this is a folder.
-            if kind == b"\0" and name.endswith(b"/"):
-                is_regular, kind = False, b"5"
-            if extended:
-                size = self._size_of(extended, size, at)
-            if kind in _WITHOUT_DATA:
-                size = 0
-            self._check_data(begin, size)
-            if is_regular:
-                if extended and (path := extended.get("path")) is not None:
-                    name = path
-                elif header[345] and header.startswith(b"ustar\0", 257):
-                    # In GNU's headers ("ustar  "), these bytes are the atime.
-                    name = header[345:500].partition(b"\0")[0] + b"/" + name
-                yield decoded(name), begin, size
-            elif kind == _SPARSE:
-                self._refuse(
-                    at,
-                    f"has a sparse file, {decoded(name)!r}, which cannot be read in place",
+    def members(self) -> Iterator[Member]:
+        """Yield the regular files; raise ValueError for one that is sparse."""
+        for each in super().members():
+            if each.is_sparse:
+                self.refuse(
+                    each.header,
+                    f"has a sparse file, {each.name!r}, which cannot be read in place",
                 )
-            extended.clear()
-            at = begin + -(-size // _BLOCK) * _BLOCK
-        if not self._size:
-            self._refuse(0, f"is not a tar archive: {what_begins(b'', 0)}")
-        if extended:
-            self._refuse(at, "ends behind the header of a member that is missing")
-        self.remarks.append("has no end-of-archive blocks: it may be cut short")
-
-    def _check(self, header: bytes, at: int) -> int:
-        """Raise ValueError if a header is damaged; return the size in it."""
-        if len(header) == _BLOCK:
-            try:
-                size = _number(header[124:136])
-                if size >= 0 and _has_sum(header, _number(header[148:156])):
-                    return size
-            except ValueError:
-                pass
-        words = "has an invalid header: it is damaged"
-        if len(header) < _BLOCK:
-            words = "is cut short: it ends within a header"
-        elif not at:
-            words = "is not a tar archive: the first header is invalid"
-        known = (
-            None if at or header[257:262] == b"ustar" else what_begins(header, self._size)
-        )
-        if known is not None:
-            words = f"is not a tar archive: {known}"
-        return self._refuse(at, words)
-
-    def _check_data(self, begin: int, size: int) -> None:
-        if size > self._size - begin:
-            self._refuse(
-                begin,
-                f"is cut short: a member has {size} bytes, {self._size - begin} are left",
-            )
-
-    def _check_end(self, at: int) -> None:
-        """Note bytes after the end, such as another archive, which other readers ignore."""
-        behind = self._window.read(at, min(self._size - at, _BEHIND_BYTES))
-        if behind.strip(b"\0"):
-            self.remarks.append(
-                f"ends at byte {at}, and other bytes follow, which are not read: archives "
-                "that were joined must be read one by one"
-            )
-
-    def _take_extended(
-        self, kind: bytes, begin: int, size: int, extended: dict[str, bytes]
-    ) -> int:
-        """Record what a header says about the next one; return the offset of that."""
-        if size > _EXTENDED_BYTES_MAX:
-            self._refuse(begin, f"has an extended header of {size} bytes, too many")
-        self._check_data(begin, size)
-        contents = self._window.read(begin, size)
-        found = {}
-        if kind == _LONG_NAME:
-            found["path"] = contents.partition(b"\0")[0]
-        elif kind != _LONG_LINK:
-            try:
-                found = _pax_records(contents)
-            except ValueError:
-                self._refuse(begin, "has an invalid pax header: it is damaged")
-            if any(name.startswith("GNU.sparse.") for name in found):
-                self._refuse(begin, "has a sparse file, which cannot be read in place")
-            if "path" in found:
-                found["path"] = found["path"].rstrip(b"/")
-        if kind == _PAX_GLOBAL:
-            if found.keys() & {"path", "size"}:
-                self._refuse(begin, "gives all its members one name or size")
-        else:
-            # Of several headers the first counts, as in tarfile.
-            for name in found.keys() & {"path", "size"}:
-                extended.setdefault(name, found[name])
-        return begin + -(-size // _BLOCK) * _BLOCK
-
-    def _size_of(self, extended: dict[str, bytes], size: int, at: int) -> int:
-        """Return the size of a member, which may be in a pax header."""
-        text = extended.get("size")
-        if text is None:
-            return size
-        if not text.isdigit() or len(text) > 18:
-            self._refuse(at, f"has a member of {decoded(text[:30])!r} bytes: it is damaged")
-        return int(text)
-
-
-def _number(field: bytes) -> int:
-    """Return a number of a header: octal digits, or GNU's binary form of large numbers."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    digits = field.partition(b"\0")[0].strip()
-    return int(digits, 8) if digits else 0
-
-
-def _has_sum(header: bytes, claimed: int) -> bool:
-    """Compare a header with its checksum, in which its own field counts as spaces."""
-    field = sum(header[148:156]) - 8 * 32
-    # Adler-32 modulo 65536 is the sum of the bytes plus 1, below 65521: 20 times as fast.
-    if (zlib.adler32(header) & 0xFFFF) - 1 - field == claimed:
-        return True
-    if sum(header) - field == claimed:
-        return True
-    # Some old programs added up signed bytes.
-    signed: int = sum(struct.unpack("148b8x356b", header))
-    return signed + 8 * 32 == claimed
-
-
-def _pax_records(contents: bytes) -> dict[str, bytes]:
-    """Return the records of a pax header, or raise ValueError."""
-    found, at = {}, 0
-    while at < len(contents) and contents[at]:
-        digits, _, _ = contents[at : at + 10].partition(b" ")
-        size = int(digits)
-        record = contents[at : at + size]
-        name, equals, value = record[len(digits) + 1 : -1].partition(b"=")
-        if size < 0 or len(record) < size or record[-1:] != b"\n" or not equals:
-            raise ValueError(record)
-        found[decoded(name)] = value
-        at += size
-    return found
+            yield each
 
 
 # Samples.
@@ -403,7 +232,8 @@ def _grouped(archive: _Archive) -> TarIndex:
     last: str | None = None
     seen: set[str] = set()
     hashes = array("q")
-    for path, offset, size in archive.members():
+    for member in archive.members():
+        path, offset, size = member.name, member.begin, member.size
         found = _key_and_suffix(path)
         if found is None or (path.startswith("__") and _META.match(path)):
             continue
