@@ -514,3 +514,11 @@ def test_a_model_of_the_hubs_is_loaded(tmp_path):
     assert bits({n: out[n] for n in list(out)[::2]}) == bits(
         {n: tensors[n] for n in list(out)[::2]}
     )
+
+
+def test_an_index_that_is_a_pipe_is_refused(tmp_path):
+    """Opening it for reading would wait for a writer."""
+    path = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        load_sharded(path, framework="np")

@@ -1,15 +1,24 @@
 """Descriptors: those of directories, truncation, and errors that do not matter."""
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from nvmeio._native.descriptor import Descriptor, opened
 
-__all__ = ["FOLDER", "Descriptor", "best_effort", "closing", "cut", "opened"]
+__all__ = [
+    "FOLDER",
+    "Descriptor",
+    "best_effort",
+    "closing",
+    "cut",
+    "open_regular",
+    "opened",
+]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -43,6 +52,24 @@ def closing(file: Any) -> Iterator[Any]:
     finally:
         with contextlib.suppress(InterruptedError):
             file.close()
+
+
+def open_regular(path: str | bytes) -> IO[bytes]:
+    """Open a file for reading; raise OSError if it is a pipe, a device or a folder.
+
+    Opening a pipe would wait for its writer, and a device may have no end.
+    """
+    # The caller closes it.
+    file = open(path, "rb", opener=_opener)  # noqa: SIM115
+    mode = os.fstat(file.fileno()).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def cut(file: Any, size: int) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "absolute",
     "exists_now",
     "has_name",
+    "is_within",
     "leads_to",
     "mount_of",
     "naming",
@@ -64,6 +65,16 @@ def naming(path: str | bytes, words: str = "") -> Iterator[None]:
             # A signal handler raised it.
             raise
         raise OSError(error.errno, f"{error.strerror}{words}", path) from error
+
+
+def is_within(place: str) -> bool:
+    """Return whether a relative path, which a file gave, stays inside its folder."""
+    parts = place.split("/")
+    try:
+        os.fsencode(place)
+    except UnicodeEncodeError:
+        return False
+    return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
 
 
 def exists_now(path: str) -> bool:

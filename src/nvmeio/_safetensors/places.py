@@ -3,13 +3,23 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from nvmeio._arguments.json_texts import parse_json
+from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import INDEX_END
+from nvmeio._files.paths import is_within
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile
 from nvmeio._tensors.errors import SafetensorError
 
-__all__ = ["INDEX_NAME", "file_at", "naming_model", "places_of"]
+__all__ = [
+    "INDEX_NAME",
+    "file_at",
+    "indices_in",
+    "naming_model",
+    "places_of",
+    "read_index",
+]
 
 # The limit of a header; an index has less about each tensor than a header.
 INDEX_BYTES_MAX = 100_000_000
@@ -43,9 +53,7 @@ def places_of(path: str) -> dict[str, str]:
     if not os.path.isdir(path):
         return _index(path)
     entries = sorted(os.listdir(path))
-    indices = [name for name in entries if name.endswith(INDEX_END)]
-    if INDEX_NAME in indices:
-        indices = [INDEX_NAME]
+    indices = indices_in(entries)
     if len(indices) == 1:
         return _index(os.path.join(path, indices[0]))
     files = [name for name in entries if name.endswith(".safetensors")]
@@ -65,17 +73,30 @@ def _only(path: str) -> dict[str, str]:
         return dict.fromkeys(file.layout.by_name, path)
 
 
+def indices_in(names: list[str]) -> list[str]:
+    """Return the indices of models in a folder: only the usual one, if it is there."""
+    indices = [name for name in names if name.endswith(INDEX_END)]
+    return [INDEX_NAME] if INDEX_NAME in indices else indices
+
+
 def _index(path: str) -> dict[str, str]:
-    """Read an index, and check that all its files are in its folder."""
-    with open(path, "rb") as file:
+    """Return the path of each tensor's file, by an index."""
+    folder = os.path.dirname(path)
+    places, _ = read_index(path)
+    return {name: os.path.join(folder, place) for name, place in places.items()}
+
+
+def read_index(path: str) -> tuple[dict[str, str], Any]:
+    """Return the file of each tensor, which is in the folder of the index; and metadata."""
+    with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES_MAX:
             raise SafetensorError(
                 f"{path} is not the index of a model: it has {size} bytes, and "
                 f"{INDEX_BYTES_MAX} is the limit"
             )
         try:
-            places = parse_json(file.read())["weight_map"]
-            items = list(places.items())
+            found = parse_json(file.read())
+            places: dict[str, str] = dict(found["weight_map"].items())
         except UnicodeDecodeError:
             raise SafetensorError(
                 f"{path} is not the index of a model: it is not text"
@@ -84,21 +105,10 @@ def _index(path: str) -> dict[str, str]:
             raise SafetensorError(
                 f"{path} is not the index of a model: {error!r}"
             ) from None
-    folder = os.path.dirname(path)
-    for name, place in items:
-        if not isinstance(place, str) or not _is_within(place):
+    for name, place in places.items():
+        if not isinstance(place, str) or not is_within(place):
             raise SafetensorError(
                 f"{path} says that tensor {name} is in {place!r}; it must be a file in the "
                 "folder of the index"
             )
-    return {name: os.path.join(folder, place) for name, place in items}
-
-
-def _is_within(place: str) -> bool:
-    """Return whether a relative path stays inside its folder."""
-    parts = place.split("/")
-    try:
-        os.fsencode(place)
-    except UnicodeEncodeError:
-        return False
-    return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
+    return places, found.get("metadata")

@@ -1,7 +1,6 @@
 """Read ``.metadata``, the pickled description of a checkpoint, without running its code."""
 
 import enum
-import errno
 import functools
 import hashlib
 import io
@@ -9,7 +8,6 @@ import logging
 import os
 import pathlib
 import pickle
-import stat
 from collections import OrderedDict
 from typing import IO, Any
 
@@ -18,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
+from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import METADATA, what_is_in
 from nvmeio._native.pickles import require_linear
 
@@ -112,25 +111,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def _open_regular(path: str) -> IO[bytes]:
+def _open(path: str) -> IO[bytes]:
     folder, name = os.path.split(path)
     try:
-        # Opening a pipe would wait for its writer.
-        file = open(path, "rb", opener=_opener)  # noqa: SIM115  # the caller closes it
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
+        return open_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         # Torch tries the rank's own metadata next, and reports both errors.
         if name != METADATA:
             raise
         words = f"no checkpoint to load; {what_is_in(folder)}"
         raise type(error)(error.errno, words, path) from None
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_metadata(path: str, *, weights_only: bool) -> Any:
@@ -140,7 +130,7 @@ def read_metadata(path: str, *, weights_only: bool) -> Any:
 
 def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
     """Return the metadata of a checkpoint, and a digest of the file's bytes."""
-    with _open_regular(path) as file:
+    with _open(path) as file:
         text = file.read()
     try:
         if weights_only:
