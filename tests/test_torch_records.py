@@ -500,7 +500,7 @@ class TestMegatronDataset:
         ("changes", "message"),
         [
             ({"magic": b"MMIDIDX\0\1"}, "is not a .idx file of Megatron: wrong header"),
-            ({"size": 33}, "is not a .idx file of Megatron: wrong header"),
+            ({"size": 33}, "was truncated: it ends within its header"),
             ({"size": 0}, "is not a .idx file of Megatron: it is empty"),
             ({"magic": b"<html>\n"}, "is not a .idx file of Megatron: it is a page of"),
             ({"version": 2}, "is of version 2; it must be 1"),

@@ -1,7 +1,5 @@
 """``MegatronDataset``: Megatron's files of tokens as a dataset."""
 
-import os
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -13,30 +11,12 @@ from nvmeio._arguments.checks import flag, integer, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.kinds import because_of_kind
-from nvmeio._files.paths import absolute, naming
+from nvmeio._files.megatron import MegatronIndex
+from nvmeio._files.paths import absolute
 from nvmeio.default import default_handle
-from nvmeio.torch.data._records import (
-    CHECKED_AT_ONCE,
-    RecordDataset,
-    SharedArray,
-    known_file,
-)
+from nvmeio.torch.data._records import RecordDataset, SharedArray, known_file
 
 __all__ = ["MegatronDataset"]
-
-_MAGIC = b"MMIDIDX\x00\x00"
-# Magic, version, code of the dtype, number of sequences, length of the document indices.
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {
-    1: torch.uint8,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.float64,
-    7: torch.float32,
-    8: torch.uint16,
-}
 
 
 class MegatronDataset(RecordDataset):
@@ -93,14 +73,14 @@ class MegatronDataset(RecordDataset):
     ) -> None:
         prefix = absolute(path)
         bin_path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
-        index = _IndexFile(index_path, modes=flag("multimodal", multimodal))
+        index = MegatronIndex(index_path, modes=flag("multimodal", multimodal))
         known = known_file(bin_path)
         if known.end != index.end:
             raise ValueError(
                 f"{bin_path!r} has {known.end} bytes; the sequences of {index_path!r} take "
                 f"{index.end}{because_of_kind(bin_path)}"
             )
-        self._dtype = index.dtype
+        self._dtype = getattr(torch, index.dtype.name)
         self._make([bin_path], index.pointers, index.lengths, None, transform, [known])
         self._documents = SharedArray(index.documents)
         self._modes = None if index.modes is None else SharedArray(index.modes)
@@ -186,85 +166,6 @@ class MegatronDataset(RecordDataset):
         return super().__getitem__(index)
 
     __getitems__ = RecordDataset.__getitems__
-
-
-class _IndexFile:
-    """The contents of a .idx file, mapped and checked."""
-
-    def __init__(self, path: str | bytes, *, modes: bool) -> None:
-        # As str, because numpy does not keep a name that is bytes.
-        with naming(path), open(os.fsdecode(path), "rb") as file:
-            header = file.read(_HEADER.size)
-            # Of the open file, because the path may lead to another one by now.
-            mapped = np.memmap(file, np.uint8, "r") if header else np.empty(0, np.uint8)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            why = "" if header.startswith(_MAGIC[:8]) else because_of_kind(path)
-            raise ValueError(
-                f"{path!r} is not a .idx file of Megatron{why or ': wrong header'}"
-            )
-        _, version, code, sequences, documents = _HEADER.unpack(header)
-        if version != 1:
-            raise ValueError(f"{path!r} is of version {version}; it must be 1")
-        if code not in _DTYPES:
-            raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
-        self.dtype = _DTYPES[code]
-        size = _HEADER.size + 12 * sequences + 8 * documents
-        if len(mapped) not in (size, size + sequences):
-            raise ValueError(
-                f"{path!r} has {len(mapped)} bytes; {sequences} sequences and {documents} "
-                f"document indices take {size}, or {size + sequences} with modes"
-            )
-        if modes and len(mapped) != size + sequences:
-            raise ValueError(f"{path!r} has no modes; pass multimodal=False")
-        place = _HEADER.size
-        self.lengths = np.ndarray(sequences, "<i4", mapped, place)
-        self.pointers = np.ndarray(sequences, "<i8", mapped, place := place + 4 * sequences)
-        self.documents = np.ndarray(
-            documents, "<i8", mapped, place := place + 8 * sequences
-        )
-        self.modes = np.ndarray(sequences, "i1", mapped, size) if modes else None
-        self.end = self._check_pointers(path)
-        self._check_documents(path)
-
-    def _check_pointers(self, path: str | bytes) -> int:
-        """Return where the last sequence ends; raise ValueError for gaps and overlaps."""
-        end = 0
-        for start in range(0, len(self.lengths), CHECKED_AT_ONCE):
-            part = slice(start, start + CHECKED_AT_ONCE)
-            ends = self.lengths[part].cumsum(dtype=np.int64) * self.dtype.itemsize + end
-            begins = np.concatenate(([end], ends[:-1]))
-            wrong = (self.lengths[part] < 0) | (self.pointers[part] != begins)
-            if wrong.any():
-                place = int(wrong.argmax())
-                raise ValueError(
-                    f"{path!r} is corrupt: sequence {start + place} of "
-                    f"{self.lengths[start + place]} elements begins at byte "
-                    f"{self.pointers[start + place]}, and those before it end at "
-                    f"{begins[place]}"
-                )
-            end = int(ends[-1])
-        return end
-
-    def _check_documents(self, path: str | bytes) -> None:
-        """Raise ValueError for documents that overlap, or do not end with the sequences."""
-        last = 0
-        for start in range(0, len(self.documents), CHECKED_AT_ONCE):
-            part = self.documents[start : start + CHECKED_AT_ONCE]
-            before = np.concatenate(([last], part[:-1]))
-            wrong = (part < before) | (part > len(self.lengths))
-            if wrong.any():
-                place = int(wrong.argmax())
-                raise ValueError(
-                    f"{path!r} is corrupt: document index {start + place} is "
-                    f"{part[place]}; it must be from {before[place]} to "
-                    f"{len(self.lengths)}"
-                )
-            last = int(part[-1])
-        if last != len(self.lengths):
-            raise ValueError(
-                f"{path!r} is corrupt: its documents end at sequence {last} of "
-                f"{len(self.lengths)}"
-            )
 
 
 def _with_suffix(prefix: str | bytes, suffix: str) -> str | bytes:
