@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -85,6 +86,14 @@ def call_nvmeio(*arguments):
         stream.flush()
         texts.append(stream.buffer.getvalue().decode(errors="surrogateescape"))
     return Done(status, *texts)
+
+
+def listed(path):
+    """Return what ``nvmeio inspect`` lists of a file or folder that is complete."""
+    found = call_nvmeio("inspect", path, "--json")
+    assert found.status == 0, found.err
+    assert call_nvmeio("inspect", path).status == 0
+    return json.loads(found.out)
 
 
 def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **options):

@@ -6,9 +6,7 @@ import os
 import pathlib
 import pickle
 import re
-import struct
 import sys
-import tarfile
 import zipfile
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 
 import nvmeio
 import nvmeio.safetensors.numpy as st
-from commands import call_nvmeio
+from commands import call_nvmeio, listed
 from helpers import POINTER
 from nvmeio._cli import main, torch_files
 from nvmeio.checkpoint import Checkpointer
@@ -289,14 +287,6 @@ def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch, capsys):
     assert f"{path}: its pickle has 4 B; the limit is 3 B\n" in capsys.readouterr().err
 
 
-def listed(path):
-    """Return what inspect lists of a file, which numpy and torch do not read for it."""
-    found = call_nvmeio("inspect", path, "--json")
-    assert found.status == 0, found.err
-    assert call_nvmeio("inspect", path).status == 0
-    return json.loads(found.out)
-
-
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_the_arrays_of_an_npz_file_are_listed(tmp_path, save):
     path = tmp_path / "arrays.npz"
@@ -401,60 +391,6 @@ def test_a_legacy_file_runs_no_code_and_reads_no_more_than_it_has(tmp_path, monk
     monkeypatch.setattr(torch_files, "PICKLE_BYTES_MAX", 100)
     found = call_nvmeio("inspect", path)
     assert "its pickle has 101 B; the limit is 100 B" in found.err
-
-
-def test_the_files_of_a_tar_archive_are_listed(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"hello")
-    path = tmp_path / "shard.tar"
-    with tarfile.open(path, "w") as archive:
-        archive.add(tmp_path / "a.txt", "0001.txt")
-    found = listed(path)
-    (member,) = found["members"]
-    assert (found["format"], member["name"], member["bytes"]) == ("tar", "0001.txt", 5)
-    assert path.read_bytes()[member["offset"] :][:5] == b"hello"
-    os.truncate(path, member["offset"] + 2)
-    assert "truncated" in call_nvmeio("inspect", path).err
-
-
-def test_an_index_of_megatron_is_listed(tmp_path):
-    (tmp_path / "tokens.bin").write_bytes(bytes(12))
-    head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, 2, 3)
-    index = head + struct.pack("<2i2q3q", 4, 2, 0, 8, 0, 1, 2)
-    (tmp_path / "tokens.idx").write_bytes(index)
-    for name in ("tokens.idx", "tokens.bin"):
-        found = listed(tmp_path / name)
-        (tensor,) = found["tensors"]
-        assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == ("uint16", [6], 12)
-        assert found["metadata"] == {"sequences": 2, "documents": 2}
-    for nbytes in (20, len(index) - 1):
-        (tmp_path / "tokens.idx").write_bytes(index[:nbytes])
-        assert "truncated" in call_nvmeio("inspect", tmp_path / "tokens.idx").err
-
-
-def mds_folder(folder):
-    """Write an MDS shard of two samples, and its index."""
-    columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
-    text = json.dumps(columns).encode()
-    begin = 4 * 4 + len(text)
-    table = np.array([2, begin, begin + 8, begin + 16], np.uint32).tobytes()
-    shard = table + text + np.arange(2).tobytes()
-    (folder / "shard.00000.mds").write_bytes(shard)
-    raw = {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}}
-    described = {"samples": 2, "raw_data": raw, "format": "mds", "version": 2, **columns}
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [described]}))
-    return folder / "shard.00000.mds"
-
-
-def test_a_shard_and_a_folder_of_mds_are_listed(tmp_path):
-    shard = mds_folder(tmp_path)
-    for path in (tmp_path, shard):
-        found = listed(path)
-        assert found["format"] == "mds"
-        assert found["metadata"] == {"samples": 2, "columns": {"x": "int"}}
-        (member,) = found["members"]
-        assert (member["name"], member["kind"]) == (shard.name, "2 samples")
-    os.truncate(shard, shard.stat().st_size - 1)
-    assert "an MDS shard that was truncated" in call_nvmeio("inspect", shard).err
 
 
 FOREIGN = {

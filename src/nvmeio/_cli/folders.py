@@ -44,7 +44,7 @@ def contents_of(path: str) -> dict[str, Any]:
     names = os.listdir(path)
     if any(name.endswith(".safetensors") for name in names):
         return models_in(path)
-    if is_mds_folder(path):
+    if is_mds_folder(path, names):
         return mds_folder(path)
     words = f"{path}: it is a folder, not a file; {what_is_in(path)}"
     if any(map(STEP.fullmatch, names)):

@@ -13,8 +13,12 @@ from nvmeio._cli.folders import contents_of, models_in, tensors_in
 from nvmeio._cli.record_files import mds_contents, megatron_contents, tar_contents
 from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._cli.torch_files import is_torch_file, legacy_contents, script_or_saved
+from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import HEAD_BYTES, INDEX_END, PICKLE, what_begins
 from nvmeio.safetensors import SafetensorError
+
+# How many of the errors of a file or folder are shown; --json has all.
+PROBLEMS_SHOWN = 20
 
 NOTES = """\
 Reads only headers, and runs no pickle.  Offsets are in bytes from the beginning
@@ -29,6 +33,9 @@ Folders: a step of nvmeio.checkpoint, with offsets in its tensors.safetensors; a
 checkpoint of torch.distributed.checkpoint, whose values are listed with their
 shards as its .metadata describes them; a model in several safetensors files; the
 shards of an MDS dataset.
+
+The exit status is 1, and standard error says why, if a file is damaged or cut short,
+or if a file is missing that another one names.  Checksums are not compared.
 
 examples:
   nvmeio inspect model.safetensors
@@ -52,9 +59,20 @@ def configure(parser: Parser) -> None:
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     path = options.file
     found = contents_of(path) if os.path.isdir(path) else file_contents(path)
+    problems = found.setdefault("problems", [])
     if options.json:
         terminal.say(json.dumps(found, indent=2))
-        return 0
+    else:
+        _show(found, terminal)
+    for each in problems[:PROBLEMS_SHOWN]:
+        terminal.note(f"nvmeio inspect: error: {harmless(each)}")
+    if len(problems) > PROBLEMS_SHOWN:
+        terminal.note(f"nvmeio inspect: {len(problems) - PROBLEMS_SHOWN} more errors")
+    return 1 if problems else 0
+
+
+def _show(found: dict[str, Any], terminal: Terminal) -> None:
+    """Write a table, and a summary."""
     tensors, members = found["tensors"], found.get("members", [])
     # The tensors of a folder have files in the place of offsets.
     folder = "values" in found
@@ -90,12 +108,11 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         text = value if isinstance(value, str) else json.dumps(value)
         terminal.say(f"{harmless(key)}: {harmless(text)}")
     terminal.say(f"{found['format']}: {_summary(found, tensors, members)}")
-    return 0
 
 
 def _summary(found: dict[str, Any], tensors: list[Any], members: list[Any]) -> str:
     total = sum(each["bytes"] for each in (*tensors, *members))
-    if members:
+    if "members" in found:
         return f"{_count(len(members), 'file')}, {in_binary(total)}"
     summary = f"{_count(len(tensors), 'tensor')}, {in_binary(total)}"
     if "values" in found:
@@ -123,7 +140,7 @@ def file_contents(path: str) -> dict[str, Any]:
     """Return the contents of a file, or raise CommandError that says what it is."""
     if path.endswith(INDEX_END):
         return models_in(os.path.dirname(path) or ".")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head, nbytes = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
     if head.startswith(b"PK\3\4") or path.endswith(".distcp"):
         return _zip(path, head)

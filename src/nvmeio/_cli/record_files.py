@@ -1,12 +1,15 @@
 """List the contents of files of records: tar archives, MDS shards, Megatron's indices."""
 
 import os
-import struct
-import tarfile
 from typing import Any
 
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.pieces import wrong_with
+from nvmeio._files.descriptors import open_regular
+from nvmeio._files.kinds import HEAD_BYTES
+from nvmeio._files.megatron import MAGIC, MegatronIndex
+from nvmeio._files.tar import Archive, is_tar
 
 __all__ = [
     "is_mds_folder",
@@ -16,48 +19,35 @@ __all__ = [
     "tar_contents",
 ]
 
-_MEGATRON = b"MMIDIDX\0\0"
-# Magic, version, code of the dtype, number of sequences, length of the document indices.
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-_MEGATRON_DTYPES = {
-    1: ("uint8", 1),
-    2: ("int8", 1),
-    3: ("int16", 2),
-    4: ("int32", 4),
-    5: ("int64", 8),
-    6: ("float64", 8),
-    7: ("float32", 4),
-    8: ("uint16", 2),
-}
 _MDS_INDEX = "index.json"
 _TEXT_BYTES_MAX = 64 << 20
 
 
 def tar_contents(path: str) -> dict[str, Any] | None:
     """Return the members of a tar archive that is not compressed; None for other files."""
-    with open(path, "rb") as file:
-        head = file.read(512)
-        if head[257:262] != b"ustar":
+    with open_regular(path) as file:
+
+        def read(offset: int, nbytes: int) -> bytes:
+            file.seek(offset)
+            return file.read(nbytes)
+
+        if not is_tar(read(0, HEAD_BYTES)):
             return None
-        file.seek(0)
+        archive = Archive(path, os.fstat(file.fileno()).st_size, read)
         members: list[dict[str, Any]] = []
+        problems = []
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                for each in archive:
-                    if each.isreg():
-                        one = {"name": each.name, "kind": "a file", "bytes": each.size}
-                        members.append({**one, "offset": each.offset_data})
-        except tarfile.TarError as error:
-            raise CommandError(
-                f"{path}: it is a tar archive that is damaged or was truncated: {error}"
-            ) from None
-        size = os.fstat(file.fileno()).st_size
-    if members and (end := members[-1]["offset"] + members[-1]["bytes"]) > size:
-        raise CommandError(
-            f"{path}: it is a tar archive that was truncated: it has {size} bytes, and "
-            f"{members[-1]['name']!r} ends at {end}"
-        )
-    return {"format": "tar", "metadata": None, "tensors": [], "members": members}
+            for each in archive.members():
+                kind = "a sparse file" if each.is_sparse else "a file"
+                # The bytes of a sparse file are in several places.
+                offset = None if each.is_sparse else each.begin
+                one = {"name": each.name, "kind": kind, "bytes": each.size}
+                members.append({**one, "offset": offset})
+        except ValueError as error:
+            problems.append(str(error))
+    problems += [f"the archive {path!r} {remark}" for remark in archive.remarks]
+    found = {"format": "tar", "metadata": None, "tensors": [], "members": members}
+    return {**found, "problems": problems}
 
 
 def megatron_contents(path: str) -> dict[str, Any] | None:
@@ -68,42 +58,29 @@ def megatron_contents(path: str) -> dict[str, Any] | None:
     index = path
     if path.endswith(".bin") and os.path.exists(path[:-4] + ".idx"):
         index = path[:-4] + ".idx"
-    with open(index, "rb") as file:
-        head = file.read(_MEGATRON_HEADER.size)
-        if not head.startswith(_MEGATRON):
+    with open_regular(index) as file:
+        if file.read(len(MAGIC)) != MAGIC:
             return None
-        size = os.fstat(file.fileno()).st_size
-    if len(head) < _MEGATRON_HEADER.size:
-        raise CommandError(f"{index}: it was truncated: it ends within its header")
-    _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
-    if version != 1 or code not in _MEGATRON_DTYPES:
-        raise CommandError(
-            f"{index}: it is the index of a Megatron dataset of version {version} and the "
-            f"dtype code {code}, which are unknown"
-        )
-    end = len(head) + 12 * sequences + 8 * documents
-    if size < end:
-        raise CommandError(
-            f"{index}: it was truncated: it has {size} bytes, and {sequences} sequences "
-            f"with {documents} document indices take {end}"
-        )
-    dtype, itemsize = _MEGATRON_DTYPES[code]
+    found = MegatronIndex(index)
     data = index.removesuffix(".idx") + ".bin"
-    said: dict[str, Any] = {"sequences": sequences, "documents": max(documents - 1, 0)}
-    tensors = []
-    try:
-        nbytes = os.path.getsize(data)
-    except FileNotFoundError:
-        said["missing"] = data
-    else:
-        one = {"name": os.path.basename(data), "dtype": dtype, "bytes": nbytes, "offset": 0}
-        tensors.append({**one, "shape": [nbytes // itemsize]})
-    return {"format": "megatron", "metadata": said, "tensors": tensors}
+    folder, name = os.path.split(data)
+    wrong = wrong_with(folder or ".", name, found.end, exactly=True)
+    documents = max(len(found.documents) - 1, 0)
+    said = {"sequences": len(found.lengths), "documents": documents}
+    tensor = {
+        "name": name,
+        "dtype": found.dtype.name,
+        "shape": [found.end // found.dtype.itemsize],
+        "bytes": found.end,
+        "offset": 0,
+    }
+    contents = {"format": "megatron", "metadata": said, "tensors": [tensor]}
+    return {**contents, "problems": [wrong] if wrong else []}
 
 
 def mds_contents(path: str) -> dict[str, Any] | None:
     """Return what an MDS shard says of itself; None for other files."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         samples = int.from_bytes(file.read(4), "little")
         # The offset of each sample and of the end, then JSON, then the samples.
@@ -131,8 +108,10 @@ def mds_contents(path: str) -> dict[str, Any] | None:
     return {"format": "mds", "metadata": said, "tensors": [], "members": members}
 
 
-def is_mds_folder(path: str) -> bool:
-    """Return whether a folder has the index of MDS shards, or of shards like them."""
+def is_mds_folder(path: str, names: list[str]) -> bool:
+    """Return whether a folder has MDS shards, or the index of shards like them."""
+    if any(name.endswith(".mds") for name in names):
+        return True
     try:
         return "shards" in _index(path)
     except (CommandError, OSError):
@@ -146,26 +125,65 @@ def mds_folder(path: str) -> dict[str, Any]:
         samples, form = 0, "mds"
         members: list[dict[str, Any]] = []
         columns: dict[str, str] = {}
+        problems = []
+        seen: set[str] = set()
         for shard in _index(path)["shards"]:
-            data = shard["raw_data"]
-            name, count = str(data["basename"]), int(shard["samples"])
-            form = str(shard["format"])
+            name, nbytes = _piece(shard["raw_data"])
+            count, form = _count(shard["samples"]), str(shard["format"])
             columns = _columns(shard)
             kind = f"{count} samples"
-            if not os.path.exists(os.path.join(path, name)):
-                kind += ", missing"
-            one = {"name": name, "kind": kind, "bytes": int(data["bytes"])}
+            wrong = wrong_with(path, name, nbytes, exactly=True)
+            packed = shard.get("zip_data") if shard.get("compression") else None
+            if packed and not os.path.exists(os.path.join(path, name)):
+                name, nbytes = _piece(packed)
+                kind += ", compressed"
+                wrong = wrong_with(path, name, nbytes, exactly=True)
+            elif name in seen:
+                wrong = f"{index}: it names {name!r:.200} twice"
+            elif not wrong and form == "mds":
+                wrong = _wrong_shard(os.path.join(path, name), count)
+            seen.add(name)
+            if wrong:
+                problems.append(wrong)
+            one = {"name": name, "kind": kind, "bytes": nbytes}
             members.append({**one, "offset": None})
             samples += count
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CommandError(f"{index}: it is no index of MDS shards: {error!r}") from None
+        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CommandError(f"{index}: it is no index of MDS shards: {words}") from None
     said = {"samples": samples, "columns": columns}
-    return {"format": form, "metadata": said, "tensors": [], "members": members}
+    found = {"format": form, "metadata": said, "tensors": [], "members": members}
+    return {**found, "problems": problems}
+
+
+def _piece(said: Any) -> tuple[str, int]:
+    """Return the name and the size of a file, as the index has them."""
+    return str(said["basename"]), _count(said["bytes"])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.100} is not a number of bytes or samples")
+    return value
+
+
+def _wrong_shard(path: str, samples: int) -> str | None:
+    """Say how a shard contradicts its index; None if it does not."""
+    try:
+        found = mds_contents(path)
+    except CommandError as error:
+        return str(error)
+    if found is None:
+        return f"{path} is not an MDS shard"
+    count = found["metadata"]["samples"]
+    if count == samples:
+        return None
+    return f"{path} has {count} samples, and the index says {samples}"
 
 
 def _index(path: str) -> dict[str, Any]:
     index = os.path.join(path, _MDS_INDEX)
-    with open(index, "rb") as file:
+    with open_regular(index) as file:
         text = file.read(_TEXT_BYTES_MAX)
     try:
         found = parse_json(text)
