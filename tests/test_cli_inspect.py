@@ -1,6 +1,7 @@
 """``nvmeio inspect`` lists the contents of files."""
 
 import gzip
+import io
 import json
 import os
 import pathlib
@@ -266,6 +267,7 @@ def test_hostile_torch_files_are_refused(tmp_path, kind):
     how = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", how) as archive:
         archive.writestr("state/data.pkl", hostile_pickle(kind))
+        archive.writestr("state/version", b"3\n")
     found = call_nvmeio("inspect", path)
     assert "Traceback" not in found.err
     if kind == "doubled":
@@ -281,6 +283,7 @@ def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch, capsys):
     path = tmp_path / "state.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("state/data.pkl", b"\x80\x02}.")
+        archive.writestr("state/version", b"3\n")
     assert main(["inspect", str(path)]) == 0
     monkeypatch.setattr(torch_files, "PICKLE_BYTES_MAX", 3)
     assert main(["inspect", str(path)]) == 1
@@ -464,3 +467,142 @@ def test_a_zip_archive_of_other_files_is_named_as_such(tmp_path):
         archive.writestr("a.txt", b"hello")
     found = call_nvmeio("inspect", path)
     assert "a zip archive of 1 file, 'a.txt', and neither" in found.err
+
+
+def without(path, record):
+    """Remove a record of a zip archive."""
+    with zipfile.ZipFile(path) as archive:
+        kept = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in kept.items():
+            if not name.endswith(record):
+                archive.writestr(name, content)
+
+
+def remove_bytes(path, content):
+    """Remove bytes from the middle of a file."""
+    whole = path.read_bytes()
+    assert whole.count(content) == 1
+    path.write_bytes(whole.replace(content, b""))
+
+
+def assert_lacks(path, words, name):
+    """Assert that a file or folder is listed with a tensor, and with what is missing."""
+    for options in ((), ("--json",)):
+        found = call_nvmeio("inspect", path, *options)
+        assert found.status == 1
+        assert words in found.err
+        assert "Traceback" not in found.err
+    said = json.loads(found.out)
+    assert any(words in each for each in said["problems"])
+    assert name in [each["name"] for each in said["tensors"]]
+
+
+@pytest.mark.parametrize("how", ["record", "version", "cut", "short"])
+def test_a_torch_file_that_lacks_a_record_is_an_error(tmp_path, how):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "state.pt"
+    values = torch.arange(100, dtype=torch.int16)
+    torch.save({"x": values, "y": torch.ones(3)}, path)
+    if how == "cut":
+        remove_bytes(path, values.numpy().tobytes()[50:100])
+        assert_lacks(path, "it lacks 50 bytes", "x")
+    elif how == "short":
+        with zipfile.ZipFile(path) as archive:
+            kept = {name: archive.read(name) for name in archive.namelist()}
+        kept["state/data/0"] = kept["state/data/0"][:-1]
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in kept.items():
+                archive.writestr(name, content)
+        assert_lacks(path, "'data/0' was truncated: it has 199 bytes, and a", "x")
+    else:
+        name = "data/0" if how == "record" else "version"
+        without(path, f"state/{name}")
+        assert_lacks(path, f"its record '{name}' is missing", "x")
+
+
+@pytest.mark.parametrize("how", ["cut", "short"])
+def test_an_npz_file_that_lacks_bytes_of_an_array_is_an_error(tmp_path, how):
+    path = tmp_path / "arrays.npz"
+    values = np.arange(100)
+    np.savez(path, x=values, y=np.ones(3))
+    if how == "cut":
+        remove_bytes(path, values.tobytes()[80:160])
+        assert_lacks(path, "it lacks 80 bytes", "x")
+    else:
+        stream = io.BytesIO()
+        np.save(stream, values)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", stream.getvalue()[:-1])
+        assert_lacks(path, "its array 'x' was truncated", "x")
+
+
+def pickled_tensor(shape, *, elements=1, strides=None):
+    """Return a pickle of one tensor, of any shape."""
+
+    def numbers(values):
+        return b"(" + b"".join(pickle.dumps(each, 2)[2:-1] for each in values) + b"t"
+
+    strides = strides or [1] * len(shape)
+    storage = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\n"
+    return (
+        b"\x80\x02}Va\nctorch._utils\n_rebuild_tensor_v2\n("
+        + (storage + pickle.dumps(elements, 2)[2:-1] + b"tQ")
+        + (b"K\0" + numbers(shape) + numbers(strides) + b"\x89}tRs.")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"shape": [2**60 + 1] * 20_000}, "has 20000 dimensions; the limit is 64"),
+        ({"shape": [2**62] * 20}, "has 2\\*\\*63 bytes or more"),
+        ({"shape": [2**63, 0]}, "has the shape"),
+        ({"shape": [2, 2], "strides": [1]}, r"with strides \(1,\)"),
+        ({"shape": [2]}, "has bytes up to 8 of its storage '0', which has 4"),
+        ({"shape": [1], "elements": -1}, "a storage has -1 elements"),
+    ],
+)
+def test_a_tensor_that_torch_cannot_have_is_refused(tmp_path, changed, words):
+    path = tmp_path / "state.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", pickled_tensor(**changed))
+        archive.writestr("state/data/0", bytes(4))
+        archive.writestr("state/version", b"3\n")
+    found = call_nvmeio("inspect", path)
+    assert (found.status, found.out) == (1, "")
+    assert re.search(f"{path}: its pickle cannot be read: .*{words}", found.err)
+    assert len(found.err) < 2000
+
+
+def test_arrays_that_numpy_cannot_have_are_refused(tmp_path):
+    def header(shape):
+        text = repr({"descr": "<f4", "fortran_order": False, "shape": shape}).encode()
+        return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text
+
+    for shape in ((2**62,) * 20, (1,) * 65):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+            archive.writestr("x.npy", header(shape))
+        (tmp_path / "x.npy").write_bytes(header(shape))
+        for name in ("x.npz", "x.npy"):
+            found = call_nvmeio("inspect", tmp_path / name)
+            assert found.status == 1
+            assert "Traceback" not in found.err
+            assert str(tmp_path / name) in found.err
+
+
+@pytest.mark.parametrize("protocol", [1, 3, 4, 5])
+def test_legacy_files_of_every_protocol_are_listed(tmp_path, protocol):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "state.pt"
+    module = torch.nn.Linear(3, 2)
+    torch.save(module, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    found = listed(path)
+    assert found["format"] == "torch, before 1.6"
+    assert [each["name"] for each in found["tensors"]] == ["weight", "bias"]
+
+
+def test_a_page_of_html_in_the_place_of_a_shard_is_named_as_such(tmp_path):
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(FOREIGN["html"][0])
+    assert f"{path}: it is a page of HTML" in call_nvmeio("inspect", path).err

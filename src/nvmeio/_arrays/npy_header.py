@@ -29,6 +29,7 @@ from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 
 __all__ = [
+    "MALFORMED",
     "Layout",
     "check_element",
     "check_extents",
@@ -36,6 +37,7 @@ __all__ = [
     "has_magic",
     "header_in",
     "header_of",
+    "layout_in",
     "read_layout",
     "replace_shape",
 ]
@@ -63,7 +65,7 @@ _HEAD_BYTES_MAX = 12 + 4 * _HEADER_BYTES_MAX
 _PARSES_MAX = 100
 
 # Errors that numpy and ast.literal_eval() raise for malformed headers.
-_MALFORMED = (
+MALFORMED = (
     ValueError,
     TypeError,
     IndexError,
@@ -90,7 +92,7 @@ class _TooLongError(ValueError):
 class Layout:
     """The layout of an array in a file."""
 
-    dtype: np.dtype[Any]  # of plain bytes
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int  # where the array begins, in bytes
     # Whether the array is in Fortran order: neighbours along the first axis are adjacent.
@@ -117,23 +119,19 @@ def read_layout(file: File, *, shared: bool) -> Layout:
         head, size = io.BytesIO(_read_head(descriptor)), file.size
     try:
         header = _text_in(head)
-        shape, fortran, dtype = _parsed_again(header)
-        extents = extents_of(shape)
-        check_element(dtype)
-        check_extents(extents, dtype)
+        layout = _layout_of(header, head.tell())
     except _TooLongError as error:
         words = "numpy.load(max_header_size=...) reads longer ones, if you trust the file"
         raise ValueError(f"{file.path!r} {error}; {words}") from None
-    except _MALFORMED as error:
+    except MALFORMED as error:
         first = head.getvalue()[:HEAD_BYTES]
         known = None if first.startswith(npy.MAGIC_PREFIX) else what_begins(first, size)
         raise ValueError(f"{file.path!r} is not a .npy file: {known or error}") from error
-    if dtype.hasobject:
+    if layout.dtype.hasobject:
         raise ValueError(
-            f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
-            "any code, so it is left to numpy.load(allow_pickle=True)"
+            f"{file.path!r} has Python objects (dtype {layout.dtype}); unpickling them "
+            "could run any code, so it is left to numpy.load(allow_pickle=True)"
         )
-    layout = Layout(dtype, extents, head.tell(), fortran)
     check_size(file.path, size, layout)
     if _without_long(header) != header:
         words = "has a header of Python 2; save the array again to avoid this warning"
@@ -151,6 +149,23 @@ def _read_head(descriptor: int) -> bytes:
     if end <= _HEAD_BYTES:
         return head
     return os.pread(descriptor, min(end, _HEAD_BYTES_MAX), 0)
+
+
+def layout_in(stream: io.BytesIO) -> Layout:
+    """Return the layout that a header describes; the dtype may be of Python objects.
+
+    Raise one of the errors of `MALFORMED` if numpy cannot have such an array.
+    """
+    header = _text_in(stream)
+    return _layout_of(header, stream.tell())
+
+
+def _layout_of(header: str, begin: int) -> Layout:
+    shape, fortran, dtype = _parsed_again(header)
+    extents = extents_of(shape)
+    check_element(dtype)
+    check_extents(extents, dtype)
+    return Layout(dtype, extents, begin, fortran)
 
 
 def header_in(stream: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

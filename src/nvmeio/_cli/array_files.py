@@ -5,14 +5,17 @@ import io
 import os
 import zipfile
 import zlib
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
-
-from nvmeio._arrays.npy_header import has_magic, header_in, read_layout
-from nvmeio._cli.arguments import CommandError
+from nvmeio._arrays.npy_header import (
+    MALFORMED,
+    Layout,
+    has_magic,
+    layout_in,
+    read_layout,
+)
 from nvmeio._native.file import File
-from nvmeio._tensors.torch_files import begin_of
+from nvmeio._tensors.torch_files import begin_of, cut_entries
 
 __all__ = ["is_npz", "npy_contents", "npz_contents"]
 
@@ -21,13 +24,11 @@ _HEAD_BYTES = 64 << 10
 
 # What numpy and zipfile raise for damaged archives.
 _DAMAGED = (
+    *MALFORMED,
     EOFError,
     NotImplementedError,
     OSError,
     RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -39,15 +40,15 @@ def npy_contents(path: str) -> dict[str, Any] | None:
         if not has_magic(file):
             return None
         head = io.BytesIO(os.pread(file.fileno(), _HEAD_BYTES, 0))
-        with contextlib.suppress(Exception):
-            shape, fortran, dtype = header_in(head)
-            if dtype.hasobject:
+        with contextlib.suppress(*MALFORMED):
+            layout = layout_in(head)
+            if layout.dtype.hasobject:
                 # Of these, read_layout() would say only that it does not unpickle them.
-                one = _array("", dtype, shape, head.tell())
-                said = {"order": _order(fortran), "pickled": "Python objects"}
+                said = {"order": _order(layout.fortran), "pickled": "Python objects"}
+                one = _array("", layout, layout.offset)
                 return {"format": "npy", "metadata": said, "tensors": [one]}
         layout = read_layout(file, shared=False)
-    one = _array("", layout.dtype, layout.shape, layout.offset)
+    one = _array("", layout, layout.offset)
     said = {"order": _order(layout.fortran)}
     return {"format": "npy", "metadata": said, "tensors": [one]}
 
@@ -56,42 +57,56 @@ def _order(fortran: bool) -> str:
     return "Fortran" if fortran else "C"
 
 
-def is_npz(path: str) -> bool:
+def is_npz(archive: zipfile.ZipFile) -> bool:
     """Return whether a zip archive is one of numpy.savez."""
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
+    names = archive.namelist()
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
-def npz_contents(path: str) -> dict[str, Any]:
+def npz_contents(path: str, file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Any]:
     """Return the contents of a .npz file; compressed arrays have no offset."""
     found = []
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        for entry in archive.infolist():
-            name = entry.filename.removesuffix(".npy")
-            try:
-                with archive.open(entry) as stream:
-                    head = io.BytesIO(stream.read(_HEAD_BYTES))
-                shape, _, dtype = header_in(head)
-                stored = entry.compress_type == zipfile.ZIP_STORED
-                begin = begin_of(file, entry) + head.tell() if stored else None
-            except _DAMAGED as error:
-                raise CommandError(f"{path}: its array {name!r}: {error}") from None
-            found.append(_array(name, dtype, shape, begin))
-    return {"format": "npz", "metadata": None, "tensors": found}
+    problems = [f"{path}: {words}" for words in cut_entries(file, archive)]
+    for entry in archive.infolist():
+        name = entry.filename.removesuffix(".npy")
+        try:
+            layout, begin = _member(file, archive, entry)
+        except _DAMAGED as error:
+            problems.append(f"{path}: its array {name!r:.200}: {error}")
+            continue
+        needed = layout.offset + layout.nbytes
+        if entry.file_size < needed and not layout.dtype.hasobject:
+            problems.append(
+                f"{path}: its array {name!r:.200} was truncated: it has {entry.file_size} "
+                f"bytes, and its header says {needed}"
+            )
+        found.append(_array(name, layout, begin))
+    contents = {"format": "npz", "metadata": None, "tensors": found}
+    return {**contents, "problems": problems}
 
 
-def _array(
-    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int | None
-) -> dict[str, Any]:
-    # In Python's integers, because numpy's overflow.
-    nbytes = dtype.itemsize
-    for extent in shape:
-        nbytes *= extent
+def _member(
+    file: IO[bytes], archive: zipfile.ZipFile, entry: zipfile.ZipInfo
+) -> tuple[Layout, int | None]:
+    """Return the layout of an array, and its offset in the file unless it is compressed."""
+    # Those of other methods could claim gigabytes for their tables.
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"it is compressed by method {entry.compress_type}")
+    if entry.compress_type == zipfile.ZIP_DEFLATED:
+        with archive.open(entry) as stream:
+            return layout_in(io.BytesIO(stream.read(_HEAD_BYTES))), None
+    begin = begin_of(file, entry)
+    file.seek(begin)
+    head = file.read(min(_HEAD_BYTES, entry.file_size))
+    layout = layout_in(io.BytesIO(head))
+    return layout, begin + layout.offset
+
+
+def _array(name: str, layout: Layout, offset: int | None) -> dict[str, Any]:
     return {
         "name": name,
-        "dtype": str(dtype),
-        "shape": list(shape),
-        "bytes": nbytes,
+        "dtype": str(layout.dtype),
+        "shape": list(layout.shape),
+        "bytes": layout.nbytes,
         "offset": offset,
     }

@@ -3,8 +3,9 @@
 import argparse
 import json
 import os
+import struct
 import zipfile
-from typing import Any
+from typing import IO, Any
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, option
@@ -12,13 +13,20 @@ from nvmeio._cli.array_files import is_npz, npy_contents, npz_contents
 from nvmeio._cli.folders import contents_of, models_in, tensors_in
 from nvmeio._cli.record_files import mds_contents, megatron_contents, tar_contents
 from nvmeio._cli.terminal import Terminal, harmless
-from nvmeio._cli.torch_files import is_torch_file, legacy_contents, script_or_saved
+from nvmeio._cli.torch_files import (
+    in_checkpoint,
+    is_torch_file,
+    legacy_contents,
+    script_or_saved,
+)
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import HEAD_BYTES, INDEX_END, PICKLE, what_begins
 from nvmeio.safetensors import SafetensorError
 
 # How many of the errors of a file or folder are shown; --json has all.
 PROBLEMS_SHOWN = 20
+# The limit of the directory of a zip archive: about 2 million entries.
+DIRECTORY_BYTES_MAX = 256 << 20
 
 NOTES = """\
 Reads only headers, and runs no pickle.  Offsets are in bytes from the beginning
@@ -142,12 +150,14 @@ def file_contents(path: str) -> dict[str, Any]:
         return models_in(os.path.dirname(path) or ".")
     with open_regular(path) as file:
         head, nbytes = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
-    if head.startswith(b"PK\3\4") or path.endswith(".distcp"):
-        return _zip(path, head)
+    what = what_begins(head, nbytes)
+    if path.endswith(".distcp") and (what is None or head.startswith(b"PK\3\4")):
+        raise CommandError(in_checkpoint(path))
+    if head.startswith(b"PK\3\4"):
+        return _zip(path)
     for contents in (npy_contents, legacy_contents, tar_contents, megatron_contents):
         if found := contents(path):
             return found
-    what = what_begins(head, nbytes)
     if head[8:9] == b"{" or what is None:
         try:
             return tensors_in(path)
@@ -155,7 +165,8 @@ def file_contents(path: str) -> dict[str, Any]:
             if found := mds_contents(path):
                 return found
             notes = getattr(error, "__notes__", ())
-            words = "; ".join((str(error), *(_without(path, each) for each in notes)))
+            notes = (each.removeprefix(f"{path}: ") for each in notes)
+            words = "; ".join((str(error), *notes))
             raise CommandError(
                 f"{path}: it is neither a .npy file nor a model file: {words}"
             ) from None
@@ -167,27 +178,38 @@ def file_contents(path: str) -> dict[str, Any]:
     raise CommandError(f"{path}: {what}")
 
 
-def _without(path: str, note: str) -> str:
-    return note.removeprefix(f"{path}: ")
-
-
-def _zip(path: str, head: bytes) -> dict[str, Any]:
+def _zip(path: str) -> dict[str, Any]:
     """Return the contents of a zip archive, of torch or numpy."""
     try:
-        if is_torch_file(path):
-            return script_or_saved(path)
-        if is_npz(path):
-            return npz_contents(path)
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(_Directory(file)) as archive:
+            if is_torch_file(archive):
+                return script_or_saved(path, file, archive)
+            if is_npz(archive):
+                return npz_contents(path, file, archive)
             names = archive.namelist()
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise CommandError(
             f"{path}: it begins like a zip archive, as torch.save and numpy.savez write, "
             "but its end is missing or damaged: it was truncated; write or download it "
             f"again ({error})"
         ) from None
-    some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+    some = ", ".join(f"{name!r:.80}" for name in names[:3]) + ", ..." * (len(names) > 3)
     raise CommandError(
         f"{path}: it is a zip archive of {_count(len(names), 'file')}, {some}, and neither "
         "torch.save nor numpy.savez wrote it"
     )
+
+
+class _Directory:
+    """A file of which zipfile may not read much at once, whatever its end claims."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, nbytes: int = -1) -> bytes:
+        if nbytes > DIRECTORY_BYTES_MAX:
+            raise zipfile.BadZipFile(f"its directory has {nbytes} bytes")
+        return self._file.read(nbytes)

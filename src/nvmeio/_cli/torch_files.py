@@ -1,9 +1,11 @@
 """List the tensors of a torch.save file, without torch and without running its code."""
 
+import contextlib
 import functools
 import math
 import os
 import pickletools
+import reprlib
 import shlex
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -11,21 +13,25 @@ from typing import IO, Any, NamedTuple
 
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.terminal import sizes
-from nvmeio._files.kinds import TORCH_LEGACY
+from nvmeio._files.descriptors import open_regular
+from nvmeio._files.kinds import HEAD_BYTES, is_torch_legacy
 from nvmeio._tensors.torch_files import (
     Nothing,
     Reader,
+    Storage,
     Stored,
     begin_of,
+    by_name_in_folder,
     content_of,
-    entries_of,
-    storage_itemsize,
+    cut_entries,
+    shape_of,
     tensor_of,
     unpickled,
 )
 
 __all__ = [
     "check_pickle_size",
+    "in_checkpoint",
     "is_torch_file",
     "legacy_contents",
     "loaded",
@@ -35,69 +41,87 @@ __all__ = [
 # The limit for a pickle, whose size grows with the number of tensors.
 PICKLE_BYTES_MAX = 256 << 20
 DEPTH_MAX = 100
+# Pickles name an object again in two bytes, and a class of Python takes a kilobyte.
+TENSORS_MAX = 1_000_000
+CLASSES_MAX = 10_000
+NAME_CHARS_MAX = 2000
 
 # In a whole module the keys of its attributes, which its state_dict leaves out.
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}
 
 
-def is_torch_file(path: str) -> bool:
+def is_torch_file(archive: zipfile.ZipFile) -> bool:
     """Return whether a zip archive is one of torch.save or of TorchScript."""
-    entries = entries_of(path)
-    if "data.pkl" not in entries:
-        return False
-    first = min(each.header_offset for each in entries.values())
-    if first > 0 or path.endswith(".distcp"):
-        # Zip archives are read from their end, so only the last one would be listed.
-        folder = os.path.dirname(path) or "."
-        raise CommandError(
-            f"{path}: it is a shard of torch.distributed.checkpoint, with an archive of "
-            f"torch.save for each value; `nvmeio inspect {shlex.quote(folder)}` lists the "
-            "checkpoint"
-        )
-    return True
+    return "data.pkl" in by_name_in_folder(archive)
 
 
-def script_or_saved(path: str) -> dict[str, Any]:
+def script_or_saved(path: str, file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Any]:
     """Return the contents of an archive of torch.save or of TorchScript."""
-    entries = entries_of(path)
+    entries = by_name_in_folder(archive)
+    if min(each.header_offset for each in entries.values()) > 0:
+        # Zip archives are read from their end, so only the last one would be listed.
+        raise CommandError(in_checkpoint(path))
+    problems = [f"{path}: {words}" for words in cut_entries(file, archive)]
+    if not entries.keys() & {"version", ".data/version"}:
+        problems.append(f"{path}: its record 'version' is missing")
+
+    def rows(folder: str, entry: zipfile.ZipInfo) -> tuple[Any, list[dict[str, Any]]]:
+        storages: dict[str, Storage] = {}
+        reader = functools.partial(ObjectReader, storages)
+        content = _unpickled_entry(path, file, entry, reader)
+        places: dict[str, int] = {}
+        for key, storage in storages.items():
+            name = f"{folder}/{key}"
+            found = entries.get(name)
+            if found is None:
+                problems.append(f"{path}: its record {name!r:.200} is missing")
+            elif found.file_size < storage.nbytes:
+                problems.append(
+                    f"{path}: its record {name!r:.200} was truncated: it has "
+                    f"{found.file_size} bytes, and a storage of {storage.nbytes}"
+                )
+            with contextlib.suppress(ValueError):
+                if found is not None:
+                    places[key] = begin_of(file, found)
+        named = content if folder == "data" else {folder: content}
+        return content, list(_rows(path, named, places))
+
+    content, tensors = rows("data", entries["data.pkl"])
     # Only TorchScript has this.
-    scripted = "constants.pkl" in entries
-    with open(path, "rb") as file:
-
-        def place(folder: str) -> Callable[[Stored], int]:
-            def found(tensor: Stored) -> int:
-                entry = entries[f"{folder}/{tensor.key}"]
-                return begin_of(file, entry) + tensor.begin * tensor.itemsize
-
-            return found
-
-        tensors = []
-        if scripted:
-            content = _unpickled_entry(path, file, entries["constants.pkl"])
-            named = {"constants": content} if _has_tensors(content) else {}
-            tensors = list(_rows(path, named, place("constants")))
-        content = _unpickled_entry(path, file, entries["data.pkl"])
-        tensors = [*_rows(path, content, place("data")), *tensors]
-    return _contents("TorchScript" if scripted else "torch", content, tensors)
+    constants = entries.get("constants.pkl")
+    if constants is not None:
+        tensors += rows("constants", constants)[1]
+    kind = "torch" if constants is None else "TorchScript"
+    return _contents(kind, content, tensors, problems)
 
 
-def _contents(kind: str, content: Any, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+def in_checkpoint(path: str) -> str:
+    """Say that a file is a shard of torch's distributed checkpoint."""
+    folder = os.path.dirname(path) or "."
+    return (
+        f"{path}: it is a shard of torch.distributed.checkpoint, with an archive of "
+        f"torch.save for each value; `nvmeio inspect {shlex.quote(folder)}` lists the "
+        "checkpoint"
+    )
+
+
+def _contents(
+    kind: str, content: Any, tensors: list[dict[str, Any]], problems: list[str]
+) -> dict[str, Any]:
     """Return what inspect shows; a whole module is named by its class."""
     said = {"class": content.name} if isinstance(content, Kept) and content.name else None
-    return {"format": kind, "metadata": said, "tensors": tensors}
+    return {"format": kind, "metadata": said, "tensors": tensors, "problems": problems}
 
 
-def _has_tensors(content: Any) -> bool:
-    return next(_walk(content, ""), None) is not None
-
-
-def _unpickled_entry(path: str, file: IO[bytes], entry: zipfile.ZipInfo) -> Any:
+def _unpickled_entry(
+    path: str, file: IO[bytes], entry: zipfile.ZipInfo, reader: Callable[..., Reader]
+) -> Any:
     check_pickle_size(f"{path}: its pickle", entry.file_size)
     try:
         text = content_of(file, entry)
     except ValueError as error:
         raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
-    return loaded(text, path, ObjectReader)
+    return loaded(text, path, reader)
 
 
 def legacy_contents(path: str) -> dict[str, Any] | None:
@@ -106,37 +130,40 @@ def legacy_contents(path: str) -> dict[str, Any] | None:
     Three pickles, of a number and of what wrote the file, come first, then the object, the
     keys of the storages, and each storage after its number of elements.
     """
-    with open(path, "rb") as file:
-        file.seek(2)
-        if file.read(len(TORCH_LEGACY)) != TORCH_LEGACY:
+    with open_regular(path) as file:
+        if not is_torch_legacy(file.read(HEAD_BYTES)):
             return None
         file.seek(0)
         for _ in range(3):
             _next(file, path, Reader)
-        storages: dict[str, str] = {}
-
+        storages: dict[str, Storage] = {}
         content = _next(file, path, functools.partial(LegacyReader, storages))
         keys = _next(file, path, Reader)
         places: dict[str, int] = {}
         size = os.fstat(file.fileno()).st_size
-        for key in keys if isinstance(keys, list) else ():
-            count = int.from_bytes(file.read(8), "little")
+        if not isinstance(keys, list) or {*map(str, keys)} != storages.keys():
+            raise CommandError(
+                f"{path}: it is damaged: its storages are not those that its tensors have"
+            )
+        for key in map(str, keys):
+            storage = storages[key]
+            head = file.read(8)
             begin = file.tell()
-            kind = storages.get(str(key), "")
-            end = begin + count * storage_itemsize(kind)
-            if end > size or count >= 1 << 63:
+            end = begin + storage.nbytes
+            if len(head) < 8 or end > size:
                 raise CommandError(
                     f"{path}: it was truncated: it has {size} bytes, and the storage "
-                    f"{str(key)!r:.80} ends at {end}"
+                    f"{key!r:.80} ends at {end}"
                 )
-            places[str(key)] = begin
+            if int.from_bytes(head, "little") != storage.elements:
+                raise CommandError(
+                    f"{path}: it is damaged: the storage {key!r:.80} has "
+                    f"{int.from_bytes(head, 'little')} elements, and its pickle says "
+                    f"{storage.elements}"
+                )
+            places[key] = begin
             file.seek(end)
-
-    def place(tensor: Stored) -> int:
-        return places[tensor.key] + tensor.begin * tensor.itemsize
-
-    tensors = list(_rows(path, content, place))
-    return _contents("torch, before 1.6", content, tensors)
+    return _contents("torch, before 1.6", content, list(_rows(path, content, places)), [])
 
 
 def _next(file: IO[bytes], path: str, reader: Callable[..., Reader]) -> Any:
@@ -239,6 +266,22 @@ class Several(NamedTuple):
 class ObjectReader(Reader):
     """Finds the tensors in objects of any class, and those of special layouts."""
 
+    def __init__(
+        self, storages: dict[str, Storage], file: IO[bytes], **options: Any
+    ) -> None:
+        super().__init__(file, **options)
+        # Filled with those that the pickle names.
+        self.storages = storages
+        self._classes: dict[tuple[str, str], type[Kept]] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the description of a storage."""
+        found = super().persistent_load(pid)
+        known = self.storages.setdefault(found.key, found)
+        if found.nbytes > known.nbytes:
+            self.storages[found.key] = found
+        return found
+
     def find_class(self, module: str, name: str) -> Any:
         """Return a harmless replacement for a function or class of the pickle."""
         if module in _BUILDING and name in _BUILDERS:
@@ -248,19 +291,21 @@ class ObjectReader(Reader):
         found = super().find_class(module, name)
         if found is not Nothing:
             return found
-        function = module in (*_BUILDING, "copy_reg", "copyreg")
-        return type("Kept", (Kept,), {"name": "" if function else f"{module}.{name}"})
+        made = self._classes.get((module, name))
+        if made is None:
+            if len(self._classes) == CLASSES_MAX:
+                raise ValueError(f"it names more than {CLASSES_MAX} classes")
+            function = module in (*_BUILDING, "copy_reg", "copyreg")
+            named = {"name": "" if function else f"{module}.{name}"}
+            made = self._classes[module, name] = type("Kept", (Kept,), named)
+        return made
 
 
 class LegacyReader(ObjectReader):
-    """Reads objects of a file of torch before 1.6; collects the kinds of its storages."""
-
-    def __init__(self, storages: dict[str, str], file: IO[bytes], **options: Any) -> None:
-        super().__init__(file, **options)
-        self.storages = storages
+    """Reads objects of a file of torch before 1.6."""
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the key and the kind of a storage."""
+        """Return the description of a storage, or an object."""
         if pid[0] == "module":
             # An object, after which the text of its class is.
             return pid[1]
@@ -269,9 +314,7 @@ class LegacyReader(ObjectReader):
                 "its storages are views of others, as torch before 0.4 wrote; load it by "
                 "torch and save it anew"
             )
-        key, kind = super().persistent_load(pid)
-        self.storages[key] = kind
-        return key, kind
+        return super().persistent_load(pid)
 
 
 def _first(value: Any, *rest: Any) -> Any:
@@ -291,7 +334,7 @@ def _sparse(layout: Any, data: Any) -> Any:
         (),
     )
     name = layout if isinstance(layout, str) else "sparse"
-    return Several(name, tuple(map(int, shape)), parts)
+    return Several(name, shape_of(shape, 1), parts)
 
 
 def _nested(values: Any, *rest: Any) -> Any:
@@ -301,7 +344,9 @@ def _nested(values: Any, *rest: Any) -> Any:
 
 
 def _meta(dtype: Any, shape: Any, *rest: Any) -> Any:
-    return Several(f"{dtype} meta", tuple(map(int, shape)), ())
+    return Several(
+        f"{dtype if isinstance(dtype, str) else '?'} meta", shape_of(shape, 1), ()
+    )
 
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -325,18 +370,15 @@ _BUILDERS: dict[str, Any] = {
 }
 
 
-def _rows(
-    path: str, content: Any, place: Callable[[Stored], int]
-) -> Iterator[dict[str, Any]]:
-    """Yield what inspect shows of each tensor."""
-    for key, tensor in _walk(content, path):
+def _rows(path: str, content: Any, places: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield what inspect shows of each tensor; `places` are the offsets of storages."""
+    for number, (key, tensor) in enumerate(_walk(content, path)):
+        if number == TENSORS_MAX:
+            raise CommandError(f"{path}: it has more than {TENSORS_MAX} tensors")
         parts = tensor.parts if isinstance(tensor, Several) else (tensor,)
         dtype, offset = parts[-1].dtype if parts else "", None
-        try:
-            for each in parts:
-                offset = place(each)
-        except (KeyError, ValueError):
-            raise CommandError(f"{path}: it lacks the bytes of {key}") from None
+        if parts and (begin := places.get(parts[-1].key)) is not None:
+            offset = begin + parts[-1].begin * parts[-1].itemsize
         if isinstance(tensor, Several):
             dtype = f"{dtype} {tensor.layout.removeprefix('torch.')}".strip()
         yield {
@@ -348,6 +390,9 @@ def _rows(
         }
 
 
+_WALKED = (Stored, Several, dict, list, tuple, Kept)
+
+
 def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
     """Yield the tensors of nested containers and objects, each container once."""
     seen: set[int] = set()
@@ -355,8 +400,12 @@ def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, (Stored, Several)):
+            if sum(map(len, path)) > NAME_CHARS_MAX:
+                raise CommandError(
+                    f"{file}: a tensor's name has more than {NAME_CHARS_MAX} characters"
+                )
             yield "/".join(path), value
-        elif isinstance(value, (dict, list, tuple, Kept)) and id(value) not in seen:
+        elif isinstance(value, _WALKED) and id(value) not in seen:
             seen.add(id(value))
             if len(path) == DEPTH_MAX:
                 raise CommandError(f"{file}: it is nested deeper than {DEPTH_MAX} levels")
@@ -365,8 +414,15 @@ def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
                 waiting += [(path, value.held), (path, value.state)]
                 continue
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(_below(path, key), each) for key, each in items][::-1]
+            waiting += [
+                (_below(path, key), each)
+                for key, each in items
+                if isinstance(each, _WALKED)
+            ][::-1]
 
 
 def _below(path: tuple[str, ...], key: Any) -> tuple[str, ...]:
-    return path if key in _OF_MODULES else (*path, str(key))
+    if isinstance(key, str):
+        return path if key in _OF_MODULES else (*path, key)
+    # A tuple may have the same long text many times.
+    return (*path, str(key) if isinstance(key, int) else reprlib.repr(key))

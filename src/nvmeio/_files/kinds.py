@@ -12,8 +12,8 @@ __all__ = [
     "PICKLE",
     "STEP",
     "TENSORS",
-    "TORCH_LEGACY",
     "because_of_kind",
+    "is_torch_legacy",
     "what_begins",
     "what_is_in",
 ]
@@ -67,8 +67,13 @@ _HTML = (
     "it is a page of HTML, which servers send in the place of a file that is not there or "
     "needs a login; download it again"
 )
-# Torch's old format begins with a pickle of this number.
-TORCH_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+# Torch's old format begins with a pickle of a number, in a frame from protocol 4 on, and
+# as decimals in protocol 1.
+_TORCH_LEGACY = re.compile(
+    rb"(\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+    rb"|L119547037146038801333356L\n)\.",
+    re.DOTALL,
+)
 
 
 def what_is_in(folder: str) -> str:
@@ -106,6 +111,11 @@ def what_is_in(folder: str) -> str:
     return f"it has {some}" if names else "it is empty"
 
 
+def is_torch_legacy(head: bytes) -> bool:
+    """Return whether a file begins as torch.save wrote before 1.6."""
+    return _TORCH_LEGACY.match(head) is not None
+
+
 def what_begins(head: bytes, nbytes: int) -> str | None:
     """Say what a file of `nbytes` bytes is that begins with `head`; None if unknown."""
     if nbytes == 0:
@@ -122,7 +132,7 @@ def what_begins(head: bytes, nbytes: int) -> str | None:
             return words
     if head[257:262] == b"ustar":
         return "it is a tar archive"
-    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+    if is_torch_legacy(head) or re.match(rb"\x80[\2-\5]", head):
         return PICKLE
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<head")):

@@ -6,9 +6,10 @@ that does nothing, so that no code of the file runs.
 
 import collections
 import io
+import math
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from nvmeio._native.pickles import require_linear
@@ -18,10 +19,14 @@ __all__ = [
     "Nothing",
     "Readable",
     "Reader",
+    "Storage",
     "Stored",
     "begin_of",
+    "by_name_in_folder",
     "content_of",
+    "cut_entries",
     "entries_of",
+    "shape_of",
     "storage_itemsize",
     "tensor_of",
     "unpickled",
@@ -50,13 +55,34 @@ _KINDS = {
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
 }
+# Of these the shape counts parts of a byte.
+_PACKED = {"quint4x2", "quint2x4"}
 SIZES = dict(_KINDS.values())
 SIZES |= {"uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4}
 
 
-def storage_itemsize(kind: str) -> int:
+# torch keeps sizes in 64 bits with a sign.  Its sums over some dimensions, and numpy's
+# arrays, have at most 64 dimensions.
+_COUNT_END = 1 << 63
+_DIMS_MAX = 64
+
+
+def storage_itemsize(kind: Any) -> int:
     """Return the size of an element of a storage in bytes, by the name of its class."""
     return _KINDS.get(kind, ("", 1))[1]
+
+
+def shape_of(shape: Any, itemsize: int) -> tuple[int, ...]:
+    """Return the shape of a tensor; raise ValueError if torch can have no such tensor."""
+    if len(shape) > _DIMS_MAX:
+        raise ValueError(f"a tensor has {len(shape)} dimensions; the limit is {_DIMS_MAX}")
+    extents = tuple(map(int, shape))
+    # Before they are multiplied, because products of huge numbers take long.
+    if any(not 0 <= extent < _COUNT_END for extent in extents):
+        raise ValueError(f"a tensor has the shape {extents}")
+    if math.prod(extents) * itemsize >= _COUNT_END:
+        raise ValueError(f"a tensor of shape {extents} has 2**63 bytes or more")
+    return extents
 
 
 class Readable(Protocol):
@@ -72,15 +98,46 @@ class Readable(Protocol):
 def entries_of(file: Any) -> dict[str, zipfile.ZipInfo]:
     """Return the entries of an archive, by their names in its folder."""
     with zipfile.ZipFile(file) as archive:
-        return {each.filename.partition("/")[2]: each for each in archive.infolist()}
+        return by_name_in_folder(archive)
+
+
+def by_name_in_folder(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries of an open archive, by their names in its folder."""
+    return {each.filename.partition("/")[2]: each for each in archive.infolist()}
+
+
+def cut_entries(file: Readable, archive: zipfile.ZipFile) -> Iterator[str]:
+    """Yield what is wrong with an archive, and each entry, that lacks bytes."""
+    first = min((each.header_offset for each in archive.infolist()), default=0)
+    if first < 0:
+        yield f"it lacks {-first} bytes"
+        # zipfile has moved all offsets; those before the missing bytes were right.
+        for each in archive.infolist():
+            each.header_offset -= first
+    entries = sorted(archive.infolist(), key=lambda each: each.header_offset)
+    ends = [*(each.header_offset for each in entries[1:]), archive.start_dir]
+    for entry, end in zip(entries, ends, strict=True):
+        try:
+            begin = begin_of(file, entry)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if begin + entry.compress_size > end:
+            yield (
+                f"{entry.filename!r} was truncated: {max(end - begin, 0)} of its "
+                f"{entry.compress_size} bytes are there"
+            )
 
 
 def begin_of(file: Readable, entry: zipfile.ZipInfo) -> int:
     """Return the offset of an entry's bytes; raise ValueError if it has no header."""
-    file.seek(entry.header_offset)
-    header = file.read(_HEADER_BYTES) or b""
+    # So zipfile makes the offsets in an archive that lacks bytes.
+    header = b""
+    if entry.header_offset >= 0:
+        file.seek(entry.header_offset)
+        header = file.read(_HEADER_BYTES) or b""
     if len(header) < _HEADER_BYTES or header[:4] != b"PK\x03\x04":
-        raise ValueError(f"{entry.filename!r} has no header")
+        raise ValueError(f"{entry.filename!r} has no header where the directory says")
     lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     return entry.header_offset + _HEADER_BYTES + sum(lengths)
 
@@ -97,6 +154,19 @@ def content_of(file: Readable, entry: zipfile.ZipInfo) -> bytes:
     if len(found) < entry.file_size:
         raise ValueError(f"{entry.filename!r} ends after {len(found)} bytes")
     return found
+
+
+class Storage(NamedTuple):
+    """The bytes of one or several tensors."""
+
+    key: str
+    kind: Any  # the name of its class, if that is known
+    elements: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes, 0 if the pickle does not say it."""
+        return (self.elements or 0) * storage_itemsize(self.kind)
 
 
 class Stored(NamedTuple):
@@ -136,8 +206,11 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the description of a storage."""
-        _, kind, key, *_ = pid
-        return str(key), kind
+        _, kind, key, _, *counts = pid
+        count = counts[0] if counts else None
+        if count is not None and not (type(count) is int and 0 <= count < _COUNT_END):
+            raise ValueError(f"a storage has {count!r:.100} elements")
+        return Storage(str(key), kind, count)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a harmless replacement for a function or class of the pickle."""
@@ -163,15 +236,26 @@ def tensor_of(
     storage: Any, begin: int, shape: Any, strides: Any, *rest: Any, dtype: Any = None
 ) -> Stored:
     """Return the description of a tensor from the arguments of _rebuild_tensor_v2."""
-    key, kind = storage
+    key, kind, count = storage
     name = dtype or kind
     name, size = _KINDS.get(name, (name, SIZES.get(name, 1)))
-    if any(each < 0 for each in (begin, *shape)):
-        raise ValueError(f"a tensor has the shape {tuple(shape)} and begins at {begin}")
-    shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
+    shape, begin = shape_of(shape, size), int(begin)
+    steps = tuple(map(int, strides))
+    if len(steps) != len(shape) or any(each < 0 for each in (begin, *steps)):
+        raise ValueError(
+            f"a tensor of shape {shape} begins at {begin!r:.100}, with strides "
+            f"{steps!r:.200}"
+        )
     name = name if isinstance(name, str) else "?"
+    if count is not None and 0 not in shape and name not in _PACKED:
+        last = begin + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        if (last + 1) * size > storage.nbytes:
+            raise ValueError(
+                f"a tensor of shape {shape} has bytes up to {(last + 1) * size} of "
+                f"its storage {key!r:.100}, which has {storage.nbytes}"
+            )
     # After whether it requires gradients, and its hooks.
-    return Stored(key, name, size, int(begin), shape, strides, any(rest[2:]))
+    return Stored(key, name, size, begin, shape, steps, any(rest[2:]))
 
 
 def _tensor_of_dtype(storage: Any, *rest: Any) -> Stored:
