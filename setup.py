@@ -1,8 +1,8 @@
 """Build nvmeio: the C library, shared and as an archive, and the Cython modules around it.
 
 Options come from the environment: NVMEIO_WITH_LIBURING and NVMEIO_WITH_OPENMP (auto, yes
-or no), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults: docs/reliability.md), and CC, CFLAGS
-and LDFLAGS as usual.
+or no; of OpenMP also find: at run time), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
+docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
 
@@ -94,6 +94,9 @@ def look_for(feature, compiler):
     """Look for a feature; return its record: built, version, flags, and why not built."""
     variable = f"NVMEIO_WITH_{feature.name.upper()}"
     wish = os.environ.get(variable, "auto")
+    if wish == "find" and feature.name == "openmp":  # src/nvmeio/_native/gomp.h
+        flags = ["-DNVMEIO_FINDS_GOMP=1", "-ldl"]
+        return {"built": True, "version": "", "flags": flags, "reason": ""}
     if wish not in ("auto", "yes", "no"):
         raise OptionError(f"{variable} is {wish!r}; it must be auto, yes or no")
     if wish == "no":
@@ -280,7 +283,7 @@ class BuildPython(build_py):
 def extension(path):
     """Return the extension for one .pyx file, named by its path below src."""
     name = ".".join(path.relative_to("src").with_suffix("").parts)
-    flags = ["-Iinclude", *RELEASE_FLAGS, *DEBUG_FLAGS]
+    flags = ["-Iinclude", "-Isrc", *RELEASE_FLAGS, *DEBUG_FLAGS]
     return Extension(name, [str(path)], extra_compile_args=flags)
 
 

@@ -42,22 +42,58 @@ OFFLINE = """
     sys.addaudithook(refuse)
 """
 
-# Uses a package: writes a file, and makes a copy large enough for a team of threads.
+# Uses a package: writes a file, and makes copies large enough for a team of threads, also
+# in a child.  Its arguments are modules to import in this order.
 USE = """
+    import importlib
+    import json
     import os
-    import numpy as np
-    import nvmeio
+    import re
+    import sys
 
-    nvmeio.write_file(b"123", "file")
+    import numpy as np
+
     source = np.random.default_rng(1).integers(0, 255, 9 << 20, np.uint8)
-    for threads in (None, 1, 4):
+
+    def copy(threads):
         target = np.zeros_like(source)
         nvmeio.memcpy(target, source, threads=threads)
         assert (target == source).all()
-    assert not nvmeio.build_info()["features"]["openmp"]["built"]
+
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+        if name == "nvmeio":
+            import nvmeio
+
+            copy(1)
+            before = len(os.listdir("/proc/self/task"))
+            copy(4)
+            started = len(os.listdir("/proc/self/task")) - before
+    copy(None)
+    nvmeio.write_file(b"123", "file")
+    if os.fork() == 0:
+        copy(4)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    if torch := sys.modules.get("torch"):  # its threads work too
+        assert float(torch.ones(1 << 20).sum()) == 1 << 20
     with open("/proc/self/maps", encoding="ascii") as maps:
-        assert "libgomp" not in maps.read()
-    print(nvmeio.__file__)
+        words = {*maps.read().split()}
+    runtimes = [word for word in words if re.search("libgomp|libi?omp", word)]
+    openmp = nvmeio.build_info()["features"]["openmp"]
+    print(json.dumps([nvmeio.__file__, started, runtimes, openmp]))
+"""
+
+# Replaces dlopen(), as if there was no libgomp.
+NO_GOMP = r"""
+#include <dlfcn.h>
+#include <string.h>
+
+void *dlopen(const char *path, int flags)
+{
+    void *(*real)(const char *, int) = dlsym(RTLD_NEXT, "dlopen");
+    return path && strstr(path, "libgomp") ? NULL : real(path, flags);
+}
 """
 
 
@@ -197,7 +233,7 @@ def test_an_invalid_value_of_a_build_variable_is_an_error(build):
 
 # Without optimization, which is slow.
 WHOLE = ("build", "--build-lib", "package")
-WHOLE_ENVIRONMENT = {"CFLAGS": "-O0", "NVMEIO_WITH_OPENMP": "no"}
+WHOLE_ENVIRONMENT = {"CFLAGS": "-O0", "NVMEIO_WITH_OPENMP": "find"}
 
 
 @pytest.fixture(scope="module")
@@ -211,17 +247,42 @@ def whole(tmp_path_factory):
     return folder
 
 
+def use(whole, *modules, **variables):
+    """Use the package, and return what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(whole / "package"), **variables}
+    command = (sys.executable, "-c", textwrap.dedent(USE), *modules)
+    return json.loads(run(*command, cwd=whole, env=environment))
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("whole")
 def test_the_whole_package_is_built_without_torch_openmp_and_the_network(whole):
     package = whole / "package"
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    found = run(sys.executable, "-c", textwrap.dedent(USE), cwd=whole, env=environment)
-    assert Path(found.strip()).parent == package / "nvmeio"
+    (whole / "hidden.c").write_text(NO_GOMP)
+    hides = whole / "hidden.so"
+    run(COMPILER, "-D_GNU_SOURCE", "-shared", "-fPIC", whole / "hidden.c", "-o", hides)
+    found, started, runtimes, openmp = use(whole, "nvmeio", LD_PRELOAD=str(hides))
+    assert Path(found).parent == package / "nvmeio"
+    assert (started, runtimes, openmp["built"]) == (0, [], False)
+    assert "libgomp.so.1 was not found: install libgomp1" in openmp["reason"]
     assert (whole / "file").read_bytes() == b"123"
     record = (package / "nvmeio" / "lib" / "build.json").read_text(encoding="utf-8")
     assert "torch" not in record
     assert "cuda" not in record
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("whole")
+@pytest.mark.parametrize(
+    "modules", [("nvmeio",), ("torch", "nvmeio"), ("nvmeio", "torch")], ids=" ".join
+)
+def test_copies_use_the_only_libgomp_of_the_process(whole, modules):
+    if "torch" in modules:
+        pytest.importorskip("torch", reason="torch is not installed")
+    _, started, runtimes, openmp = use(whole, *modules)
+    assert openmp["built"]
+    assert len(runtimes) == 1
+    assert started == 3
 
 
 @pytest.mark.slow

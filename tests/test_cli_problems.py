@@ -43,7 +43,7 @@ def installed(engine="io_uring", error="", refused=(), profile=None, **settings)
     """Return an installation; `refused` has errors of engines, by name."""
     build = {"debug": settings.pop("debug", False)}
     build["test_build"] = settings.pop("test_build", False)
-    build["features"] = {"openmp": {"built": settings.pop("openmp", True)}}
+    build["features"] = {"openmp": {"built": settings.pop("openmp", True), "reason": ""}}
     engines = {
         name: {**WORKING, "works": False, "errno": found, "reason": f"errno {found}"}
         for name, found in dict(refused).items()

@@ -7,9 +7,9 @@ from typing import Any, Literal, TypedDict, overload
 
 from nvmeio._arguments.checks import word
 from nvmeio._arguments.units import in_binary
-from nvmeio._config.build import EngineInfo, Feature, build_record, versions
+from nvmeio._config.build import EngineInfo, Feature, versions
 from nvmeio._config.options import environment, handle_options
-from nvmeio._native.info import engines, resources
+from nvmeio._native.info import build_info, resources
 from nvmeio._native.pool import pool_stats
 from nvmeio._native.settings import selected_kernels
 
@@ -105,8 +105,8 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
 
 
 def _configuration() -> Configuration:
-    record = build_record()
-    found = engines()
+    record = build_info()
+    found = record["engines"]
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     small, large = selected_kernels()
     return {

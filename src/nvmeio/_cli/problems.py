@@ -137,8 +137,9 @@ def _of_settings(system: System, installed: Installation) -> Iterator[Problem]:
     if build["test_build"]:
         words = "this is the test build, which can inject faults and is slower"
         yield _problem("test-build", "slow", words)
-    if not build["features"]["openmp"]["built"] and system.processors > 1:
-        words = "nvmeio was built without OpenMP, so nvmeio.memcpy uses one thread"
+    openmp = build["features"]["openmp"]
+    if not openmp["built"] and system.processors > 1:
+        words = f"nvmeio.memcpy uses one thread without OpenMP: {openmp['reason']}"
         yield _problem("openmp", "hint", words)
 
 

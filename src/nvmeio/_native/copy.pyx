@@ -1,6 +1,6 @@
 """Copy between arrays and tensors, with the C library's kernels on several threads.
 
-This module has the only prange.  If either side is not contiguous, numpy or the tensors'
+This module has the only prange.  A wheel finds its threads by gomp.h instead.  If either side is not contiguous, numpy or the tensors'
 library copies.  The C library chooses the kernel.
 """
 
@@ -47,8 +47,25 @@ cdef extern from "<stdatomic.h>" nogil:
     size_t atomic_load(atomic_size_t *)
     size_t atomic_fetch_add(atomic_size_t *, size_t)
 
+cdef extern from "nvmeio/_native/gomp.h" nogil:
+    bint gomp_is_found()
+    bint gomp_run(void (*work)(void *) noexcept nogil, void *job, int threads)
+    int gomp_number()
+
 cdef enum:
     TEAM_MAX = 4096
+
+# What the members of a team share.
+cdef struct Job:
+    char *target
+    const char *source
+    size_t size
+    size_t chunk
+    int team
+    # The index of the next chunk of each share.
+    atomic_size_t following[TEAM_MAX]
+    # When the leader, which is the calling thread, found no more chunks.
+    int64_t worked
 
 # Below this size the calling thread copies alone, because it finishes before others wake
 # up, unless a copy has just ended: then they are still awake.
@@ -279,6 +296,11 @@ cdef int copy_by_host(object dest, object src, bint to_device) except -1:
     return 0
 
 
+def has_threads() -> bool:
+    """Return whether a copy may use several threads: whether there is OpenMP."""
+    return gomp_is_found()
+
+
 # When the last copy of some size ended, and until when none is shared.
 cdef atomic_llong _ended_ns
 cdef atomic_llong _alone_until_ns
@@ -351,48 +373,44 @@ cdef void copy_parallel(
     Fixed shares help a repeated copy: a thread finds its share in its processor's cache.
     """
     cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (8 * team)))
-    cdef atomic_size_t following[TEAM_MAX]
     cdef int64_t begun = now_ns()
-    cdef int64_t worked = begun
     cdef int member
+    cdef Job job
+    job.target, job.source, job.size, job.team = target, source, size, team
     # In aligned memory, chunks then end at page boundaries, so threads share no cache line.
-    chunk -= chunk % 4096
+    job.chunk = chunk - chunk % 4096
+    job.worked = begun
     for member in range(team):
-        atomic_init(&following[member], share_start(size, chunk, member, team))
+        atomic_init(&job.following[member], share_start(&job, member))
     # Only this call: if anything here could raise, each thread would acquire the GIL.
-    for member in prange(team, schedule="static", num_threads=team):
-        copy_shares(target, source, size, chunk, following, member, team, &worked)
-    judge(begun, worked, now_ns())
+    if not gomp_run(copy_as_member, &job, team):
+        for member in prange(team, schedule="static", num_threads=team):
+            copy_shares(&job, member)
+    judge(begun, job.worked, now_ns())
 
 
-cdef size_t share_start(size_t size, size_t chunk, int share, int team) noexcept nogil:
+cdef void copy_as_member(void *job) noexcept nogil:
+    copy_shares(<Job *> job, gomp_number())
+
+
+cdef size_t share_start(Job *job, int share) noexcept nogil:
     """Return the index of a share's first chunk."""
-    return (size + chunk - 1) // chunk * share // team
+    return (job.size + job.chunk - 1) // job.chunk * share // job.team
 
 
-cdef void copy_shares(
-    char *target,
-    const char *source,
-    size_t size,
-    size_t chunk,
-    atomic_size_t *following,
-    int member,
-    int team,
-    int64_t *worked,
-) noexcept nogil:
-    """Copy chunks that no thread has taken, beginning with the member's own share.
-
-    The leader, which is the calling thread, notes when there are none left.
-    """
+cdef void copy_shares(Job *job, int member) noexcept nogil:
+    """Copy chunks that no thread has taken, beginning with the member's own share."""
     cdef size_t at, end
     cdef int step, share
-    for step in range(team):
-        share = (member + step) % team
-        end = share_start(size, chunk, share + 1, team)
+    for step in range(job.team):
+        share = (member + step) % job.team
+        end = share_start(job, share + 1)
         # A plain load first: it leaves the counters of finished shares in all caches.
-        while atomic_load(&following[share]) < end:
-            at = atomic_fetch_add(&following[share], 1) * chunk
-            if at < end * chunk:
-                c_copy.copy_part(target + at, source + at, min(chunk, size - at), size)
+        while atomic_load(&job.following[share]) < end:
+            at = atomic_fetch_add(&job.following[share], 1) * job.chunk
+            if at < end * job.chunk:
+                c_copy.copy_part(
+                    job.target + at, job.source + at, min(job.chunk, job.size - at), job.size
+                )
     if member == 0:
-        worked[0] = now_ns()
+        job.worked = now_ns()

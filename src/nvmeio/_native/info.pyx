@@ -3,6 +3,8 @@
 from nvmeio._libnvmeio cimport c_base, c_system
 from nvmeio._libnvmeio.c_base cimport nvmeio_engine_info
 
+from nvmeio._native.copy import has_threads
+
 from nvmeio._config.build import build_record
 
 
@@ -56,14 +58,22 @@ def build_info() -> dict:
         ``version``; ``engines``, as ``engines()`` returns them; and what setup.py recorded:
         ``compiler``, ``cython``, ``flags``, ``link_flags``, ``ldflags``, ``debug``,
         ``features`` (for each optional library whether it was built in, and why not) and
-        ``test_build`` (whether tests can inject faults).
+        ``test_build`` (whether tests can inject faults).  A wheel has the feature
+        ``openmp`` if this process or system has a libgomp.
 
     Examples
     --------
     >>> sorted(nvmeio.build_info()["engines"])
     ['io_uring', 'libaio', 'sync', 'threads']
     """
-    return {**build_record(), "engines": engines()}
+    record = build_record()
+    openmp = record["features"]["openmp"]
+    if openmp["built"] and not has_threads():
+        openmp["built"] = False
+        openmp["reason"] = (
+            "libgomp.so.1 was not found: install libgomp1 (Debian, Ubuntu) or libgomp (Fedora)"
+        )
+    return {**record, "engines": engines()}
 
 
 def resources() -> dict[str, int]:
