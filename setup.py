@@ -1,7 +1,8 @@
 """Build nvmeio: the C library, shared and as an archive, and the Cython modules around it.
 
 Options come from the environment: NVMEIO_WITH_LIBURING and NVMEIO_WITH_OPENMP (auto, yes
-or no; of OpenMP also find: at run time), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
+or no; of OpenMP also find: at run time), NVMEIO_LIBURING (a configured source tree of
+liburing, which is compiled in), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
 docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
@@ -67,6 +68,11 @@ FEATURES = [
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip
 FAULTS = "tests/faults"
+LIBURING = os.environ.get("NVMEIO_LIBURING", "")
+LIBURING_FILES = ("queue.c", "register.c", "setup.c", "syscall.c")
+LIBURING_SOURCES = [f"{LIBURING}/src/{name}" for name in LIBURING_FILES]
+LIBURING_FLAGS = ["-DLIBURING_INTERNAL", "-include", f"{LIBURING}/config-host.h"]
+LIBURING_WARNINGS = ["-Wno-sign-compare", "-Wno-unused-parameter"]  # as its makefile
 # nvmeio.pc, for pkg-config; its paths are relative, so the package can be anywhere.
 PKG_CONFIG_FILE = f"""\
 prefix=${{pcfiledir}}/..
@@ -101,6 +107,10 @@ def look_for(feature, compiler):
         raise OptionError(f"{variable} is {wish!r}; it must be auto, yes or no")
     if wish == "no":
         return {"built": False, "version": "", "flags": [], "reason": f"{variable}=no"}
+    if feature.name == "liburing" and LIBURING:
+        spec = Path(LIBURING, "liburing.spec").read_text(encoding="utf-8")
+        version = re.search(r"^Version:\s*(\S+)", spec, re.MULTILINE)[1]
+        return {"built": True, "version": version, "flags": [], "reason": ""}
     pkg_config = (os.environ.get("PKG_CONFIG", "pkg-config"), feature.name)
     flags = output_of(*pkg_config, "--cflags", "--libs").split() or [feature.flag]
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +186,7 @@ class BuildLibrary(build_clib):
         folders = ["src/libnvmeio", FAULTS] if TEST_BUILD else ["src/libnvmeio"]
         files = [path for name in folders for path in sorted(Path(name).glob("*.c"))]
         sources = [str(path) for path in files if path.name not in left_out]
+        sources += LIBURING_SOURCES if LIBURING else []
         self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
 
     def build_archive(self, sources, macros):
@@ -183,11 +194,14 @@ class BuildLibrary(build_clib):
         compile_changed(self.compiler, str(self.record), self.force)
         flags = ["-Iinclude", "-Isrc/libnvmeio", *LIBRARY_FLAGS]
         flags += [f"-D{name}=1" for name in macros]
+        flags += [f"-I{LIBURING}/src/include"] if LIBURING else []
 
         def compiled(path, folder, *more):
             renamed = TEST_BUILD and not path.startswith(FAULTS)
             first = ["-include", f"{FAULTS}/fault_calls.h"] if renamed else []
+            first += LIBURING_FLAGS if path in LIBURING_SOURCES else []
             postargs = [*flags, *more]
+            postargs += LIBURING_WARNINGS if path in LIBURING_SOURCES else []
             options = {
                 "output_dir": f"{self.build_temp}/{folder}",
                 "extra_postargs": postargs,

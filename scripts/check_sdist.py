@@ -88,6 +88,18 @@ def check_downstream(python: str, folder: str, page: str) -> None:
     subprocess.run([python, "-c", READER], **run)
 
 
+def check_installed(path: str, page: str) -> None:
+    """Install an sdist or a wheel in a clean environment, and use it there."""
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = str(Path(folder, "bin", "python"))
+        subprocess.run([python, "-m", "pip", "install", "-q", path], check=True)
+        environment = {**os.environ, "NVMEIO_DEEPSPEED": "1"}
+        subprocess.run([python, "-c", SMOKE], check=True, cwd=folder, env=environment)
+        check_downstream(python, folder, page)
+    print(f"{path}: installed and used in a clean environment")
+
+
 def main(path: str) -> None:
     """Check the sdist at `path`."""
     with tarfile.open(path) as archive:
@@ -95,14 +107,7 @@ def main(path: str) -> None:
         check_content({name.partition("/")[2] for name in names})
         (page,) = [name for name in names if name.endswith("/docs/embedding.md")]
         text = archive.extractfile(page).read().decode()
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = str(Path(folder, "bin", "python"))
-        subprocess.run([python, "-m", "pip", "install", "-q", path], check=True)
-        environment = {**os.environ, "NVMEIO_DEEPSPEED": "1"}
-        subprocess.run([python, "-c", SMOKE], check=True, cwd=folder, env=environment)
-        check_downstream(python, folder, text)
-    print(f"{path}: content checked, installed and used in a clean environment")
+    check_installed(path, text)
 
 
 if __name__ == "__main__":

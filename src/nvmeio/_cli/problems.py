@@ -50,7 +50,7 @@ SEVERITIES = ("broken", "slow", "hint")
 OTHERS = (
     *("COPY", "DEEPSPEED", "FAULTS", "POOL_BYTES", "POOL_HUGETLB", "PROFILE"),
     *("SAFETENSORS", "DEBUG", "TEST_BUILD"),
-    *("WITH_LIBURING", "WITH_OPENMP"),
+    *("WITH_LIBURING", "WITH_OPENMP", "LIBURING"),
 )
 
 # A lower limit is too small to lock pinned tensors of a useful size.
