@@ -232,7 +232,7 @@ docs: build $(DOCS_INSTALLED) ## build the documentation as HTML
 	@echo build/docs/html/index.html
 
 sdist: build $(DEV_INSTALLED)
-	rm -rf dist
+	rm -f dist/*.tar.gz
 	$(PY) -m build --sdist --outdir dist
 	$(PY) scripts/check_sdist.py dist/nvmeio-*.tar.gz
 
