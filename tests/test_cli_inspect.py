@@ -87,7 +87,8 @@ def test_a_model_in_several_files_is_listed_with_the_file_of_each_tensor(tmp_pat
     assert shown[0].split() == ["name", "dtype", "shape", "size", "files"]
     assert shown[-1].startswith("safetensors, in several files: 2 tensors, 16 KiB")
     index.write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
-    assert "which is not in its folder" in call_nvmeio("inspect", sharded).err
+    found = call_nvmeio("inspect", sharded)
+    assert "must be a file in the folder of the index" in found.err
     index.unlink()
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"")
     found = call_nvmeio("inspect", sharded)
@@ -195,7 +196,8 @@ def metadata_of(name=b"Vw\n", size=b")", properties=b"(Vtorch.float32\nt"):
     def made(state):
         return b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81" + state + b"b"
 
-    tensor = made(b"}(Vsize\n" + size + b"Vproperties\n" + made(properties) + b"u")
+    described = size + b"Vproperties\n" + made(properties) + b"Vchunks\n]"
+    tensor = made(b"}(Vsize\n" + described + b"u")
     tensors = b"}(" + name + tensor + b"u"
     state = b"}(Vstorage_data\nNVstate_dict_metadata\n" + tensors + b"u"
     return b"\x80\x02" + made(state) + b"."
@@ -203,7 +205,9 @@ def metadata_of(name=b"Vw\n", size=b")", properties=b"(Vtorch.float32\nt"):
 
 def test_metadata_of_one_tensor_is_listed(tmp_path):
     (tmp_path / ".metadata").write_bytes(metadata_of())
-    assert call_nvmeio("inspect", tmp_path).status == 0
+    found = call_nvmeio("inspect", tmp_path)
+    assert "torch.distributed.checkpoint: 1 tensor, 1 B" in found.out
+    assert f"{tmp_path}: no file has all bytes of 'w'\n" in found.err
 
 
 @pytest.mark.parametrize(
@@ -537,6 +541,73 @@ def test_an_npz_file_that_lacks_bytes_of_an_array_is_an_error(tmp_path, how):
         assert_lacks(path, "its array 'x' was truncated", "x")
 
 
+@pytest.mark.parametrize("how", ["missing", "cut", "chunk"])
+def test_a_distributed_checkpoint_that_lacks_bytes_is_an_error(tmp_path, how):
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.ones(30, 7), "b": torch.zeros(4)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    (shard,) = tmp_path.glob("*.distcp")
+    if how == "missing":
+        shard.unlink()
+        assert_lacks(tmp_path, f"{shard.name} is missing", "w")
+    elif how == "cut":
+        os.truncate(shard, shard.stat().st_size - 1)
+        assert_lacks(tmp_path, f"{shard.name} was truncated: it has", "w")
+    else:
+        # A shard of which no rank has written its part of the description.
+        reader = dcp.FileSystemReader(tmp_path)
+        metadata = reader.read_metadata()
+        (index,) = (each for each in metadata.storage_data if each.fqn == "w")
+        del metadata.storage_data[index]
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert_lacks(tmp_path, "no file has all bytes of 'w'", "w")
+
+
+@pytest.mark.parametrize("how", ["shard", "tensor", "damaged", "numbered"])
+def test_a_model_that_lacks_a_file_or_a_tensor_is_an_error(tmp_path, how):
+    first, second, _ = save_sharded(TENSORS, tmp_path, 10_000)
+    index = tmp_path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    (kept,) = (name for name, place in places.items() if place == first)
+    if how == "tensor":
+        index.write_text(json.dumps({"weight_map": {**places, "gone": places[kept]}}))
+        words = "lacks the tensor 'gone'"
+    elif how == "damaged":
+        os.truncate(tmp_path / second, (tmp_path / second).stat().st_size - 1)
+        words = "it was truncated"
+    else:
+        (tmp_path / second).unlink()
+        words = f"{second} is missing"
+    if how == "numbered":
+        index.unlink()
+        words = "model-...-of-00002.safetensors: 1 of 2 files are missing"
+    assert_lacks(tmp_path, words, kept)
+
+
+def test_each_of_several_indices_of_models_is_read_by_its_path(tmp_path):
+    for name in TENSORS:
+        file, index = f"{name}.safetensors", f"{name}.safetensors.index.json"
+        st.save_file({name: TENSORS[name]}, tmp_path / file)
+        (tmp_path / index).write_text(json.dumps({"weight_map": {name: file}}))
+    for name in TENSORS:
+        found = listed(tmp_path / f"{name}.safetensors.index.json")
+        assert [each["name"] for each in found["tensors"]] == [name]
+    assert "it has 2 indices of models" in call_nvmeio("inspect", tmp_path).err
+
+
+def test_a_step_whose_tensors_are_damaged_is_an_error(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": np.zeros(10)})
+    path = tmp_path / "step-1" / "tensors.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"[" + content[9:])
+    found = call_nvmeio("inspect", tmp_path / "step-1")
+    assert found.status == 1
+    assert f"{path}: Error while deserializing header: invalid start" in found.err
+
+
 def pickled_tensor(shape, *, elements=1, strides=None):
     """Return a pickle of one tensor, of any shape."""
 
@@ -589,6 +660,20 @@ def test_arrays_that_numpy_cannot_have_are_refused(tmp_path):
             assert found.status == 1
             assert "Traceback" not in found.err
             assert str(tmp_path / name) in found.err
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("place", ["path", "index", "metadata"])
+def test_what_is_not_a_regular_file_is_refused(tmp_path, kind, place):
+    names = {"path": "x", "index": "model.safetensors.index.json", "metadata": ".metadata"}
+    path = tmp_path / names[place]
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    found = call_nvmeio("inspect", path if place == "path" else tmp_path)
+    assert found.status == 1
+    assert found.err == f"nvmeio inspect: error: {path}: it is not a regular file\n"
 
 
 @pytest.mark.parametrize("protocol", [1, 3, 4, 5])

@@ -58,7 +58,8 @@ FOLDERS = {
     },
     "_cli": {
         *("", "checkpoint", "deepspeed", "safetensors"),
-        *("_arguments", "_arrays", "_config", "_files", "_native", "_tensors"),
+        *("_arguments", "_arrays", "_config", "_files", "_native", "_safetensors"),
+        "_tensors",
     },
 }
 

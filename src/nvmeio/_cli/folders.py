@@ -6,23 +6,28 @@ they are in ``.metadata``, a pickle.
 
 import math
 import os
+import re
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.pieces import wrong_with
 from nvmeio._cli.record_files import is_mds_folder, mds_folder
 from nvmeio._cli.torch_files import check_pickle_size, loaded
+from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import INDEX_END, METADATA, STEP, TENSORS, what_is_in
-from nvmeio._tensors.torch_files import SIZES, Reader
+from nvmeio._safetensors.places import indices_in, read_index
+from nvmeio._tensors.torch_files import SIZES, Reader, shape_of
 from nvmeio.checkpoint import CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
 from nvmeio.safetensors import SafetensorError, safe_open
 
 __all__ = ["contents_of", "models_in", "step_of", "tensors_in"]
 
-# No index of a model is longer than the longest header.
-HEADER_BYTES_MAX = 100_000_000
+MODEL_END = ".safetensors"
+# One of several files of a model, which are numbered from 1.
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def step_of(path: str) -> tuple[str, int] | None:
@@ -42,7 +47,7 @@ def contents_of(path: str) -> dict[str, Any]:
         except (CheckpointError, MovedError) as error:
             raise CommandError(f"{error}; {what_is_in(path)}") from None
     names = os.listdir(path)
-    if any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith((MODEL_END, INDEX_END)) for name in names):
         return models_in(path)
     if is_mds_folder(path, names):
         return mds_folder(path)
@@ -55,52 +60,91 @@ def contents_of(path: str) -> dict[str, Any]:
 def models_in(path: str) -> dict[str, Any]:
     """Return the tensors of a model in several files, with the file of each.
 
-    Those of the index are listed, where there is one, or else all of the folder.
+    `path` is an index, or a folder.  The files of the index are listed, where there is one,
+    or else all of the folder.
     """
-    names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
-    index = next((each for each in os.listdir(path) if each.endswith(INDEX_END)), None)
-    said: dict[str, Any] = {}
-    if index:
-        names, said = _indexed(os.path.join(path, index))
+    problems: list[str] = []
+    places: dict[str, str] = {}
+    said: Any = None
+    if path.endswith(INDEX_END):
+        folder, indices = os.path.dirname(path) or ".", [os.path.basename(path)]
+    else:
+        folder, indices = path, indices_in(sorted(os.listdir(path)))
+    if len(indices) > 1:
+        some = ", ".join(indices[:3])
+        raise CommandError(
+            f"{path}: it has {len(indices)} indices of models; pass the path of one: {some}"
+        )
+    if indices:
+        index = os.path.join(folder, indices[0])
+        try:
+            places, said = read_index(index)
+        except SafetensorError as error:
+            raise CommandError(str(error)) from None
+        if not isinstance(said, (dict, type(None))):
+            raise CommandError(f"{index}: its metadata are {said!r:.100}, not an object")
+        names = sorted(set(places.values()))
+    else:
+        names = sorted(each for each in os.listdir(folder) if each.endswith(MODEL_END))
+        problems += _missing_parts(folder, names)
     tensors = []
+    there = set()
     for name in names:
-        file = os.path.join(path, name)
+        if wrong := wrong_with(folder, name, 0):
+            problems.append(wrong)
+            continue
+        file = os.path.join(folder, name)
         try:
             found = tensors_in(file)["tensors"]
-        except SafetensorError as error:
-            words = "; ".join((str(error), *getattr(error, "__notes__", ())))
-            raise CommandError(f"{file}: {words}") from None
+        except CommandError as error:
+            problems.append(str(error))
+            continue
         for each in found:
             del each["offset"]
             tensors.append({**each, "files": [name]})
+            there.add((each["name"], name))
+    readable = {name for _, name in there}
+    problems += [
+        f"{os.path.join(folder, place)} lacks the tensor {name!r:.200} of the index"
+        for name, place in places.items()
+        if place in readable and (name, place) not in there
+    ]
     kind = "safetensors, in several files" if len(names) > 1 else "safetensors, in a folder"
-    return {"format": kind, "metadata": said or None, "tensors": tensors, "values": []}
+    return {
+        "format": kind,
+        "metadata": said or None,
+        "tensors": tensors,
+        "values": [],
+        "problems": problems,
+    }
 
 
-def _indexed(index: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the files and the metadata of an index, checked."""
-    try:
-        with open(index, "rb") as file:
-            text = file.read(HEADER_BYTES_MAX + 1)
-        if len(text) > HEADER_BYTES_MAX:
-            raise ValueError(f"it has more than {HEADER_BYTES_MAX} bytes")
-        found = parse_json(text)
-        names = sorted(set(found["weight_map"].values()))
-        said = found.get("metadata") or {}
-        if not isinstance(said, dict):
-            raise TypeError("its metadata are no object")
-        for name in names:
-            if os.path.basename(name) != name or name in ("", ".", ".."):
-                raise ValueError(f"it names {name!r}, which is not in its folder")
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CommandError(f"{index}: it is no index of model files: {error!r}") from None
-    return names, said
+def _missing_parts(folder: str, names: list[str]) -> Iterator[str]:
+    """Yield which files are missing of models whose files have numbers."""
+    numbered: dict[tuple[str, int], int] = {}
+    for name in names:
+        if found := _PART.fullmatch(name):
+            key = found[1], int(found[2])
+            numbered[key] = numbered.get(key, 0) + 1
+    for (stem, count), there in numbered.items():
+        if there < count:
+            yield (
+                f"{folder}: {stem}-...-of-{count:05}{MODEL_END}: {count - there} of "
+                f"{count} files are missing"
+            )
 
 
 def tensors_in(path: str) -> dict[str, Any]:
-    """Return the tensors of a safetensors file, in the order of the file."""
-    with safe_open(path, "np", direct=False) as file:
-        layout = file._layout()
+    """Return the tensors of a safetensors file, in the order of the file.
+
+    Raise CommandError that says what else the file is.
+    """
+    try:
+        with safe_open(path, "np", direct=False) as file:
+            layout = file._layout()
+    except SafetensorError as error:
+        notes = (each.removeprefix(f"{path}: ") for each in getattr(error, "__notes__", ()))
+        raise CommandError(f"{path}: {'; '.join((str(error), *notes))}") from None
     return {
         "format": "safetensors",
         "metadata": layout.metadata,
@@ -160,37 +204,72 @@ class MetadataReader(Reader):
 def _distributed(path: str) -> dict[str, Any]:
     """Return the contents of a folder of torch.distributed.checkpoint."""
     file = os.path.join(path, METADATA)
-    check_pickle_size(f"{file}: it", os.path.getsize(file))
-    with open(file, "rb") as stream:
+    with open_regular(file) as stream:
+        check_pickle_size(f"{file}: it", os.fstat(stream.fileno()).st_size)
         content = loaded(stream.read(), file, MetadataReader)
     try:
-        return _described(content.state)
+        return _described(path, content.state)
     except (AttributeError, LookupError, TypeError, ValueError):
         raise CommandError(
             f"{file}: it is not the metadata of a checkpoint, or of an unknown version"
         ) from None
 
 
-def _described(state: dict[str, Any]) -> dict[str, Any]:
+def _described(folder: str, state: dict[str, Any]) -> dict[str, Any]:
     files: dict[str, set[str]] = {}
     stored: dict[str, int] = {}
+    parts: dict[str, set[Any]] = {}
+    ends: dict[str, int] = {}
     for index, info in (state["storage_data"] or {}).items():
-        name = index.state["fqn"]
-        files.setdefault(name, set()).add(str(info.state["relative_path"]))
-        stored[name] = stored.get(name, 0) + int(info.state["length"])
+        name, file = index.state["fqn"], info.state["relative_path"]
+        begin, length = _number(info.state["offset"]), _number(info.state["length"])
+        if not isinstance(file, str):
+            raise TypeError(file)
+        files.setdefault(name, set()).add(file)
+        stored[name] = stored.get(name, 0) + length
+        parts.setdefault(name, set()).add(index.state.get("offset"))
+        ends[file] = max(ends.get(file, 0), begin + length)
+    problems = [
+        wrong for file in sorted(ends) if (wrong := wrong_with(folder, file, ends[file]))
+    ]
     tensors, values = [], []
     for name, value in state["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise TypeError(name)
         held = sorted(files.get(name, ()))
         if not (isinstance(value.state, dict) and "size" in value.state):
             values.append({"name": name, "bytes": stored.get(name, 0), "files": held})
-            continue
-        dtype = str(value.state["properties"].state[0])
-        shape = [int(each) for each in value.state["size"]]
-        nbytes = math.prod(shape) * SIZES.get(dtype, 1)
-        one = {"name": name, "dtype": dtype, "shape": shape, "bytes": nbytes}
-        tensors.append({**one, "files": held})
-    for each in (*tensors, *values):
-        if not isinstance(each["name"], str) or not 0 <= each["bytes"] < 2**63:
-            raise ValueError(each)
-    kind = "torch.distributed.checkpoint"
-    return {"format": kind, "metadata": None, "tensors": tensors, "values": values}
+            missing = not held
+        else:
+            dtype = value.state["properties"].state[0]
+            if not isinstance(dtype, str):
+                raise TypeError(dtype)
+            shape, nbytes = _sized(value.state["size"], dtype)
+            one = {"name": name, "dtype": dtype, "shape": list(shape), "bytes": nbytes}
+            tensors.append({**one, "files": held})
+            chunks = [each.state for each in value.state["chunks"]]
+            covered = sum(_sized(each["sizes"], dtype)[1] for each in chunks)
+            offsets = {each["offsets"] for each in chunks}
+            missing = covered < nbytes or not offsets <= parts.get(name, set())
+        if missing:
+            problems.append(f"{folder}: no file has all bytes of {name!r:.200}")
+    return {
+        "format": "torch.distributed.checkpoint",
+        "metadata": None,
+        "tensors": tensors,
+        "values": values,
+        "problems": problems,
+    }
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(value)
+    return value
+
+
+def _sized(shape: Any, dtype: str) -> tuple[tuple[int, ...], int]:
+    """Return the shape and the size in bytes of a tensor."""
+    itemsize = SIZES.get(dtype, 1)
+    extents = shape_of(shape, itemsize)
+    return extents, math.prod(extents) * itemsize

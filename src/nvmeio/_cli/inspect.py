@@ -21,7 +21,6 @@ from nvmeio._cli.torch_files import (
 )
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import HEAD_BYTES, INDEX_END, PICKLE, what_begins
-from nvmeio.safetensors import SafetensorError
 
 # How many of the errors of a file or folder are shown; --json has all.
 PROBLEMS_SHOWN = 20
@@ -147,7 +146,7 @@ def _offset(offset: int | None) -> str:
 def file_contents(path: str) -> dict[str, Any]:
     """Return the contents of a file, or raise CommandError that says what it is."""
     if path.endswith(INDEX_END):
-        return models_in(os.path.dirname(path) or ".")
+        return models_in(path)
     with open_regular(path) as file:
         head, nbytes = file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
     what = what_begins(head, nbytes)
@@ -161,12 +160,10 @@ def file_contents(path: str) -> dict[str, Any]:
     if head[8:9] == b"{" or what is None:
         try:
             return tensors_in(path)
-        except SafetensorError as error:
+        except CommandError as error:
             if found := mds_contents(path):
                 return found
-            notes = getattr(error, "__notes__", ())
-            notes = (each.removeprefix(f"{path}: ") for each in notes)
-            words = "; ".join((str(error), *notes))
+            words = str(error).removeprefix(f"{path}: ")
             raise CommandError(
                 f"{path}: it is neither a .npy file nor a model file: {words}"
             ) from None
