@@ -691,3 +691,18 @@ def test_a_page_of_html_in_the_place_of_a_shard_is_named_as_such(tmp_path):
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(FOREIGN["html"][0])
     assert f"{path}: it is a page of HTML" in call_nvmeio("inspect", path).err
+
+
+def test_names_from_files_cannot_command_the_terminal(tmp_path):
+    st.save_file({"x": TENSORS["bias"]}, tmp_path / "model.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a\x1b[2J"}}))
+    found = call_nvmeio("inspect", index)
+    assert found.status == 1
+    assert r"a\x1b[2J is missing" in found.err
+
+
+def test_a_long_name_does_not_widen_the_rows_of_others(tmp_path):
+    tensors = {"n" * 10_000: np.zeros(1), **{f"t{i}": np.zeros(1) for i in range(100)}}
+    st.save_file(tensors, tmp_path / "model.safetensors")
+    assert len(call_nvmeio("inspect", tmp_path / "model.safetensors").out) < 50_000

@@ -21,14 +21,14 @@ from typing import Any
 
 import nvmeio
 from nvmeio._cli.arguments import CommandError, Parser, UsageError, hyphenated, sentence
-from nvmeio._cli.terminal import Terminal
+from nvmeio._cli.terminal import Terminal, harmless
 
 # The text of --help for each command.
 COMMANDS = {
     "doctor": "check whether nvmeio works here, and what slows it down",
     "bench": "measure a drive and memory copies, beside fio if it is installed",
     "tune": "find the fastest settings for a drive, and save them as a profile",
-    "inspect": "list the tensors of a safetensors, .npy or torch.save file",
+    "inspect": "list the tensors or samples of a file or folder, and what it lacks",
     "checkpoints": "list the checkpoints of a training run, and which are complete",
     "verify": "read checkpoints, and compare them with their checksums",
     "completion": "print a completion script for bash or zsh",
@@ -116,7 +116,7 @@ def _run(options: Namespace, terminal: Terminal) -> int:
         # The reader of the output has closed its pipe.
         status = 1
     except (CommandError, OSError, MemoryError, ValueError) as error:
-        terminal.note(f"nvmeio {name}: error: {sentence(error)}")
+        terminal.note(f"nvmeio {name}: error: {harmless(sentence(error))}")
         status = 1
     except KeyboardInterrupt:
         terminal.note(f"nvmeio {name}: interrupted")

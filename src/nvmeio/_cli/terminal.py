@@ -13,6 +13,8 @@ from nvmeio._arguments.units import in_binary
 
 # Enough for the eye; more would take CPU time from the measurement.
 REFRESHES_PER_SECOND = 4
+# The most characters to which the cells of a column are padded.
+WIDTH_MAX = 200
 
 # A function that is called with the amount of progress.
 Advance = Callable[[float], None]
@@ -46,7 +48,8 @@ class Terminal:
         columns = []
         for column in zip(head, *rows, strict=True):
             cells = [harmless(cell) for cell in column]
-            width = max(map(len, cells))
+            # One long name, padded in all rows, would take quadratic space.
+            width = max(len(cell) for cell in cells if len(cell) <= WIDTH_MAX)
             numeric = all(cell[:1].isdigit() or cell in ("", "-") for cell in cells[1:])
             columns.append(
                 [cell.rjust(width) if numeric else cell.ljust(width) for cell in cells]
