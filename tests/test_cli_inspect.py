@@ -687,6 +687,26 @@ def test_legacy_files_of_every_protocol_are_listed(tmp_path, protocol):
     assert [each["name"] for each in found["tensors"]] == ["weight", "bias"]
 
 
+def test_dtypes_of_parts_of_a_byte_are_listed_with_their_sizes(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "state.pt"
+    state = {
+        "quint4x2": torch.quantize_per_tensor(torch.ones(4, 2), 1.0, 0, torch.quint4x2),
+        "float4_e2m1fn_x2": torch.empty(6, dtype=torch.float4_e2m1fn_x2),
+        "bits16": torch.empty(6, dtype=torch.bits16),
+    }
+    torch.save(state, path)
+    found = {each["dtype"]: each["bytes"] for each in listed(path)["tensors"]}
+    assert found == {"quint4x2": 4, "float4_e2m1fn_x2": 6, "bits16": 12}
+
+
+def test_a_program_of_torch_export_is_named_as_such(tmp_path):
+    with zipfile.ZipFile(tmp_path / "program.pt2", "w") as archive:
+        archive.writestr("program/archive_format", "pt2")
+    found = call_nvmeio("inspect", tmp_path / "program.pt2")
+    assert "it is a program of torch.export" in found.err
+
+
 def test_a_page_of_html_in_the_place_of_a_shard_is_named_as_such(tmp_path):
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(FOREIGN["html"][0])

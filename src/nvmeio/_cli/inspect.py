@@ -21,6 +21,7 @@ from nvmeio._cli.torch_files import (
 )
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import HEAD_BYTES, INDEX_END, PICKLE, what_begins
+from nvmeio._tensors.torch_files import by_name_in_folder
 
 # How many of the errors of a file or folder are shown; --json has all.
 PROBLEMS_SHOWN = 20
@@ -184,12 +185,17 @@ def _zip(path: str) -> dict[str, Any]:
             if is_npz(archive):
                 return npz_contents(path, file, archive)
             names = archive.namelist()
+            exported = "archive_format" in by_name_in_folder(archive)
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise CommandError(
             f"{path}: it begins like a zip archive, as torch.save and numpy.savez write, "
             "but its end is missing or damaged: it was truncated; write or download it "
             f"again ({error})"
         ) from None
+    if exported:
+        raise CommandError(
+            f"{path}: it is a program of torch.export, which torch.export.load reads"
+        )
     some = ", ".join(f"{name!r:.80}" for name in names[:3]) + ", ..." * (len(names) > 3)
     raise CommandError(
         f"{path}: it is a zip archive of {_count(len(names), 'file')}, {some}, and neither "

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import pickletools
 import reprlib
@@ -385,7 +384,7 @@ def _rows(path: str, content: Any, places: dict[str, int]) -> Iterator[dict[str,
             "name": key,
             "dtype": dtype,
             "shape": list(tensor.shape),
-            "bytes": sum(math.prod(each.shape) * each.itemsize for each in parts),
+            "bytes": sum(each.nbytes for each in parts),
             "offset": offset,
         }
 

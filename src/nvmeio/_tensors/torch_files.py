@@ -8,6 +8,7 @@ import collections
 import io
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -55,10 +56,12 @@ _KINDS = {
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
 }
-# Of these the shape counts parts of a byte.
-_PACKED = {"quint4x2", "quint2x4"}
+# Of these the shape counts parts of a byte: so many are in one.
+_PACKED = {"quint4x2": 2, "quint2x4": 4}
 SIZES = dict(_KINDS.values())
-SIZES |= {"uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4}
+SIZES |= {"uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4, "bits16": 2}
+# How the names of other dtypes begin, whose elements have one byte.
+_BYTE_DTYPES = re.compile(r"bits\d|float[48]_|u?int\d")
 
 
 # torch keeps sizes in 64 bits with a sign.  Its sums over some dimensions, and numpy's
@@ -180,6 +183,11 @@ class Stored(NamedTuple):
     strides: tuple[int, ...]
     is_lazy: bool  # a conjugate or negative view
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes, as if it were not part of a storage."""
+        return -(-math.prod(self.shape) * self.itemsize // _PACKED.get(self.dtype, 1))
+
     def place(self, file: Readable, entries: dict[str, zipfile.ZipInfo]) -> int:
         """Return where the first element is in the file, or raise KeyError, ValueError."""
         entry = entries[f"data/{self.key}"]
@@ -226,7 +234,7 @@ class Reader(pickle.Unpickler):
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and (
-            name in _KINDS or name in SIZES or name.startswith("float8")
+            name in _KINDS or name in SIZES or _BYTE_DTYPES.match(name)
         ):
             return name
         return Nothing
