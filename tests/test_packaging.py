@@ -202,14 +202,15 @@ def test_importing_loads_neither_torch_nor_slow_modules():
     assert not loaded & {"torch", "Cython", "setuptools", "difflib", "secrets", *slow}
 
 
-def test_the_modules_of_the_tests_can_be_imported_without_torch():
-    """`make test-pythons` has none, and modules that need it skip themselves."""
+@pytest.mark.parametrize("missing", [["torch"], ["torch", "safetensors"]])
+def test_the_modules_of_the_tests_can_be_imported_without(missing):
+    """`make test-pythons` has no torch, and modules that need it skip themselves."""
     tests = Path(__file__).parent
     code = f"""
 import sys, pathlib, pytest
 
 sys.path += ["{tests.parent / "docs/_ext"}"]
-sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
+sys.modules.update(dict.fromkeys({missing}))  # importing them raises ModuleNotFoundError
 for path in sorted(pathlib.Path().glob("test_*.py")):
     try:
         __import__(path.stem)

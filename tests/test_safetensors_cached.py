@@ -4,6 +4,9 @@ import os
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors.numpy
 
 import nvmeio.safetensors.numpy

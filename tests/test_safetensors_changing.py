@@ -6,6 +6,9 @@ import re
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors.numpy
 
 import nvmeio

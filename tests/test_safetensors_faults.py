@@ -10,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors.numpy
 
 import nvmeio

@@ -8,6 +8,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors
 
 from nvmeio._safetensors import header as _header

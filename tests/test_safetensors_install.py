@@ -14,6 +14,9 @@ import types
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors
 import safetensors.numpy
 

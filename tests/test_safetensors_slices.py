@@ -5,6 +5,9 @@ import random
 
 import numpy as np
 import pytest
+
+pytest.importorskip("safetensors")
+
 import safetensors
 
 from nvmeio._safetensors.header import build
