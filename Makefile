@@ -40,7 +40,7 @@ COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
 COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.py \
 	tests/test_gather.py tests/test_faults.py tests/test_order.py
 
-.PHONY: help demo test build installed test-python test-c test-c-asan test-c-tsan test-neon test-pythons
+.PHONY: help demo test build installed test-python test-c test-c-asan test-c-tsan test-neon test-pythons test-free-threaded
 .PHONY: check-all mutants
 .PHONY: docs stress-short stress stress-long replay fuzz test-deepspeed test-models
 .PHONY: test-models-short test-formats test-distributed lint format sdist bench
@@ -103,7 +103,8 @@ test-c-tsan: $(TESTS_INSTALLED)
 check-all: COMBINATIONS := --all-combinations
 check-all: ## run every check in full, for hours
 check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-formats test-distributed \
-	test-neon lint docs sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
+	test-neon lint docs sdist asan tsan stress stress-asan stress-tsan test-pythons test-free-threaded \
+	coverage mutants
 
 # Check that the tests notice the fault of each patch of tests/mutants.  MUTANTS is passed to
 # the script, such as MUTANTS='file-*'.
@@ -143,8 +144,16 @@ fuzz: $(VENV)/.nvmeio-fuzz
 $(VENV)/.nvmeio-fuzz: scripts/setup-fuzz $(TESTS_INSTALLED) | build
 	if scripts/setup-fuzz $(PY); then touch $@; fi
 
+# PYTHONS names interpreters, and TESTS selects tests: PYTHONS=/usr/bin/python3.12.
 test-pythons: build $(TESTS_INSTALLED)
-	scripts/test-pythons $(PY) $(COMBINATIONS)
+	JOBS=$(JOBS) $(PY) scripts/test_pythons.py $(PYTHONS) -- $(COMBINATIONS) $(TESTS)
+
+# A Python without the GIL, which is built the first time.
+FREE_THREADED := build/python3.13t
+test-free-threaded: build $(TESTS_INSTALLED)
+	scripts/setup-free-threaded $(FREE_THREADED)
+	JOBS=$(JOBS) $(PY) scripts/test_pythons.py $(FREE_THREADED)/bin/python3.13t -- \
+		$(COMBINATIONS) $(TESTS)
 
 test-deepspeed: build $(TESTS_INSTALLED)
 	scripts/test-deepspeed $(PY) -n $(JOBS) $(COMBINATIONS)
