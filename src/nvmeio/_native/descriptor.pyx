@@ -149,7 +149,8 @@ cdef class TemporaryName:
     cpdef void remove(self) noexcept:
         """Remove what has the name, as far as possible."""
         cdef const char *c_name
-        name, self.name = self.name, None
+        with cython.critical_section(self):
+            name, self.name = self.name, None
         if name is not None and self.process == getpid():
             c_name = name
             with nogil:
@@ -159,7 +160,8 @@ cdef class TemporaryName:
 
     def keep(self):
         """Leave the name: what has it is complete, or has another."""
-        self.name = None
+        with cython.critical_section(self):
+            self.name = None
         _in_use.discard(self.last)
 
     def __enter__(self):

@@ -2,6 +2,8 @@ from libc.stdint cimport int64_t, uint32_t
 
 from nvmeio._libnvmeio.c_base cimport nvmeio_direct, nvmeio_op
 from nvmeio._libnvmeio.c_file cimport nvmeio_file
+from nvmeio._native.atomics cimport atomic_flag, atomic_thread
+from nvmeio._native.atomics cimport atomic_unsigned
 
 
 cdef class File:
@@ -11,12 +13,13 @@ cdef class File:
     cdef object __weakref__
     cdef readonly object path  # str or bytes as given; for a descriptor, where it leads
     cdef readonly str mode
-    cdef bint page_cache_open  # whether the page cache's descriptor is known to be open
+    cdef atomic_flag page_cache_open  # the page cache's descriptor is known to be open
     cdef object absolute       # the path to pickle, or None
     cdef object wanted_direct  # `direct` as given
     cdef object lock           # guards the position; made on first need
-    cdef unsigned long holder  # the thread that holds the lock, or 0
-    cdef uint32_t generation   # fork_generation() of the process that made the lock
+    cdef atomic_thread holder  # the thread that holds the lock, or 0
+    # fork_generation() of the process that made the lock.
+    cdef atomic_unsigned generation
     cdef bint is_users         # the user opened it, and is told if nobody closes it
     cdef bint passing          # a handle opened it for a request, which takes over `c`
 

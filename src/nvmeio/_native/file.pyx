@@ -235,7 +235,10 @@ cdef class File:
 
     cdef int let_go(self, nvmeio_file *c) except -1:
         cdef int result
-        if self.c == c:
+        cdef bint is_open
+        with cython.critical_section(self):
+            is_open = self.c == c
+        if is_open:
             result = c_file.file_release(c)
         else:
             # This may be the last reference, and closing a file may take long.
@@ -285,7 +288,8 @@ cdef class File:
     @property
     def closed(self) -> bool:
         """Whether the file is closed."""
-        return self.c == NULL
+        with cython.critical_section(self):
+            return self.c == NULL
 
     @property
     def name(self) -> str | bytes:

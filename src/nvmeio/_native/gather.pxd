@@ -19,6 +19,7 @@ cdef class GatherRequest(Request):
     cdef Py_ssize_t count       # of records
     cdef size_t done_count      # of them, from the first on: read by perform()
     cdef int64_t one_size       # `sizes`, if that is a number
+    cdef bint makes_value       # Python code makes the result once all records have landed
 
     cdef object take_memory(self, object memory)
     # Fill in the library's description, which points into this request.

@@ -289,12 +289,12 @@ cdef class GatherRequest(Request):
             self.buffer.land()
             return error
         error = Request.settle(self, error)
-        if error is None and type(self.value) is LateResult:
+        if error is None and self.makes_value and type(self.value) is LateResult:
             self.value = self.value.make()
         return error
 
     cdef bint lands_by_itself(self) noexcept:
-        return type(self.value) is not LateResult and Request.lands_by_itself(self)
+        return not self.makes_value and Request.lands_by_itself(self)
 
     cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"
@@ -357,6 +357,7 @@ cdef GatherRequest new_gather(
         check_count(name, request.places, request.count)
     request.nbytes = min(max(total, 0), 2**63 - 1)
     request.value = value
+    request.makes_value = type(value) is LateResult
     if land is not None:
         sizes = numpy.broadcast_to(numpy.int64(request.sizes), request.count)
         # A copy, because the caller may change the array as soon as the request has begun.

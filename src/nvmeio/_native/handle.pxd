@@ -1,4 +1,5 @@
 from nvmeio._libnvmeio.c_base cimport nvmeio_op
+from nvmeio._native.atomics cimport atomic_flag
 from nvmeio._native.open_files cimport OpenFiles
 from nvmeio._native.request cimport Request
 from nvmeio._native.workers cimport Workers
@@ -12,7 +13,7 @@ cdef class Handle:
     cdef Workers core        # None before start()
     cdef OpenFiles files
     cdef object overlaps     # the checker of overlapping requests, or None
-    cdef bint open
+    cdef atomic_flag open
 
     # Start the workers.  Called once, with all options.
     cdef int start(self, dict options) except -1

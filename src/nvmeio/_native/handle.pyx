@@ -12,6 +12,7 @@ cimport cython
 from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio._libnvmeio.c_base cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
+from nvmeio._native.atomics cimport atomic_flag
 from nvmeio._native.arguments cimport deadline_ns, file_position, path_or_descriptor
 from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.errors cimport raise_of_item
@@ -30,8 +31,9 @@ from nvmeio._events.latencies import Latencies
 from nvmeio._native.info import engines
 from nvmeio._arguments.checks import encoded, flag
 
-# Handles to drain before the interpreter exits.
-_live = weakref.WeakSet()
+# Handles to drain before the interpreter exits, by id().  A WeakSet cannot be listed while
+# other threads close handles.
+_live = weakref.WeakValueDictionary()
 
 # If offset or size is not a multiple of a page, the ends may go through the page cache.
 cdef int64_t PAGE_MASK = 4095
@@ -160,16 +162,20 @@ cdef class Handle:
         )
 
     cdef int start(self, dict options) except -1:
-        # _drain_at_exit() would miss this handle, and its I/O outlive the interpreter.
-        if _ending and threading.current_thread() is not threading.main_thread():
-            raise ValueError("the interpreter is ending; no handle can be opened any more")
+        refuse_at_exit()
         direct = direct_option(options["direct"])
         self.options = options
         self.core = start_workers(options)
         self.files = new_open_files(self.core, direct)
         self.overlaps = OVERLAPS if options["check_overlap"] else None
         self.open = True
-        _live.add(self)
+        _live[id(self)] = self
+        try:
+            # Again, because _drain_at_exit() may have listed the handles meanwhile.
+            refuse_at_exit()
+        except ValueError:
+            self.close()
+            raise
         return 0
 
     def __dealloc__(self):
@@ -1008,7 +1014,7 @@ cdef class Handle:
         self.core.drain_until(-1)
         self.core.collect()
         CALLER.await_calls(self.core, -1)
-        _live.discard(self)
+        _live.pop(id(self), None)
         self.core.stop()
 
     def __enter__(self):
@@ -1191,7 +1197,14 @@ cdef int check_names(list files) except -1:
     return 0
 
 
-cdef bint _ending = False
+cdef atomic_flag _ending = False
+
+
+cdef int refuse_at_exit() except -1:
+    """Refuse a handle that _drain_at_exit() would miss: its I/O would outlive Python."""
+    if _ending and threading.current_thread() is not threading.main_thread():
+        raise ValueError("the interpreter is ending; no handle can be opened any more")
+    return 0
 
 
 cdef Handle new_handle(dict options):
@@ -1213,10 +1226,13 @@ def _drain_at_exit():
     """Wait for all I/O before the interpreter exits and frees the memory."""
     global _ending
     _ending = True
-    for handle in list(_live):
-        # Refuse new requests: a thread that keeps submitting would delay the exit for ever.
-        (<Handle> handle).open = False
-        handle.drain()
+    for known in _live.valuerefs():
+        handle = known()
+        if handle is not None:
+            # Refuse new requests: a thread that keeps submitting would delay the exit for
+            # ever.
+            (<Handle> handle).open = False
+            handle.drain()
 
 
 atexit.register(_drain_at_exit)

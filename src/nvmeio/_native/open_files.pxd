@@ -1,5 +1,6 @@
 from nvmeio._libnvmeio.c_base cimport nvmeio_direct
 from nvmeio._libnvmeio.c_file cimport nvmeio_file
+from nvmeio._native.atomics cimport atomic_unsigned
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
 
@@ -22,7 +23,8 @@ cdef class OpenFiles:
     cdef nvmeio_direct direct
     # (path, writing), or a new object for each descriptor -> a Known.
     cdef dict shared
-    cdef unsigned generation    # fork_generation() of the process that opened them
+    # fork_generation() of the process that opened them.
+    cdef atomic_unsigned generation
     cdef Py_ssize_t forget_at   # at this many entries, dead references are removed
 
     # Return an open file for a path, a descriptor or a File.  `ragged` transfers partly use

@@ -87,9 +87,13 @@ cdef class OpenFiles:
         if isinstance(file, File):
             return file
         path = path_or_descriptor(file)
-        if self.generation != c_base.fork_generation():
-            self.generation = c_base.fork_generation()
-            self.shared = {}
+        cdef unsigned generation = c_base.fork_generation()
+        if self.generation != generation:
+            with cython.critical_section(self):
+                if self.generation != generation:
+                    self.shared = {}
+                    # Last, because other threads look at it without the lock.
+                    self.generation = generation
         # A descriptor gets a File of its own, listed so that release_some() counts it.
         key = object() if isinstance(path, int) else (path, writing)
         cdef Known known = self.shared.get(key)

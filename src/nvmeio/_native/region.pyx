@@ -198,13 +198,14 @@ cdef class Span:
                 first += 1
             if users[last] == 0:
                 last += 1
-        if first >= last:
-            return
-        if not self.region.shrinks:
-            # Otherwise khugepaged would collapse what is left into huge pages again.
-            self.region.shrinks = True
-            madvise(self.region.mapped, self.region.mapped_bytes, MADV_NOHUGEPAGE)
-        madvise(self.region.mapped + first * PAGE, (last - first) * PAGE, MADV_DONTNEED)
+            if first >= last:
+                return
+            if not self.region.shrinks:
+                # Otherwise khugepaged would collapse what is left into huge pages again.
+                self.region.shrinks = True
+                madvise(self.region.mapped, self.region.mapped_bytes, MADV_NOHUGEPAGE)
+            # With the lock, so that no new Span of the same page has been filled meanwhile.
+            madvise(self.region.mapped + first * PAGE, (last - first) * PAGE, MADV_DONTNEED)
 
 
 cdef int populate_pages(char *first, size_t size) noexcept nogil:

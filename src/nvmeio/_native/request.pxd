@@ -9,6 +9,7 @@ from nvmeio._libnvmeio.c_request cimport (
     nvmeio_request,
     nvmeio_transfer,
 )
+from nvmeio._native.atomics cimport atomic_flag, atomic_thread
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File
 
@@ -30,17 +31,17 @@ cdef class Request:
     cdef readonly Py_ssize_t nbytes
 
     cdef cython.pymutex lock   # guards the fields below while the request is finished
-    cdef unsigned long finisher  # the thread that holds the lock, or 0
-    cdef bint finished         # the Python work is done too; the outcome is final
+    cdef atomic_thread finisher  # the thread that holds the lock, or 0
+    cdef atomic_flag finished  # the Python work is done too; the outcome is final
     cdef object outcome        # the number of bytes, or `value` if that is set
     cdef object value          # the result after success; None: the number of bytes
     cdef object error          # the exception, or None
     cdef str words             # the warning if nobody looks at the error, or None
-    cdef bint error_seen       # somebody has looked at the error
+    cdef atomic_flag error_seen  # somebody has looked at the error
     cdef uint32_t generation   # fork_generation() of the process that made it
     cdef readonly object _workers  # the Workers that execute it; waiters watch them
-    cdef list callbacks        # not yet called, or None
-    cdef list before           # the Requests of `after=`; None once finished
+    cdef list callbacks        # not yet called, or None; see _listen()
+    cdef list before           # the Requests of `after=`; None once finished: predecessor()
 
     # Submit to the handle, which holds this object until handle_pop() returns it.
     cdef int start(self, nvmeio_handle *handle) except -1
@@ -62,6 +63,9 @@ cdef class Request:
 
     # Wait for other requests, of `workers`, before this one begins: the argument `after=`.
     cdef int come_after(self, object after, object workers) except -1
+
+    # Return one of `before`; None if the request is finished, or just being so.
+    cdef Request predecessor(self, size_t index)
 
     # Do the Python work after the library is done, with the lock held.  Sets `finished` if
     # that was all.  Returns the Exception that a signal handler raised meanwhile, or None.

@@ -183,6 +183,10 @@ cdef class Request:
             return True
         return False
 
+    cdef Request predecessor(self, size_t index):
+        with cython.critical_section(self):
+            return None if self.before is None else self.before[index]
+
     cdef object go_on(self):
         cdef nvmeio_outcome outcome = self.c_outcome
         cdef Request before
@@ -193,7 +197,7 @@ cdef class Request:
         if outcome.result < 0 and outcome.blocker == SIZE_MAX:
             error = self.judge(&outcome)
         elif outcome.result < 0:
-            before = self.before[outcome.blocker]
+            before = self.predecessor(outcome.blocker)
             error = error_of_blocked(
                 self.doing(),
                 self.path,
@@ -219,7 +223,6 @@ cdef class Request:
                 except Exception as second:
                     error = second
             self.disuse_memory()
-        self.before = None
         self.error = error
         self.outcome = outcome.result if self.value is None else self.value
         self.value = None
@@ -228,6 +231,9 @@ cdef class Request:
         # request and make a cycle.
         if (error is not None or type(self.outcome) is not int) and not is_tracked(self):
             PyObject_GC_Track(<PyObject *> self)
+        # Freed on return, because that may run any Python code, which must see the outcome.
+        with cython.critical_section(self):
+            _befores, self.before = self.before, None
         self.finished = True
         return interruption
 
@@ -539,17 +545,19 @@ cdef class Request:
     def _listen(self, fn):
         """Call a function in the thread that sees that the request is done."""
         self.poll(0)
+        # With the lock of callbacks_of(): of two threads, one sees what the other has done.
         with cython.critical_section(self):
             if self.callbacks is None:
                 self.callbacks = []
-        self.callbacks.append(fn)
+            self.callbacks.append(fn)
         # Another thread may have finished it meanwhile, before `fn` was in the list.
         if self.finished:
             call_all(self)
 
     def _remove_done_callback(self, fn):
-        if self.callbacks is not None:
-            forget(self.callbacks, fn)
+        callbacks = callbacks_of(self)
+        if callbacks is not None:
+            forget(callbacks, fn)
 
     @property
     def _condition(self):
@@ -745,7 +753,7 @@ class _NoFuture(TypeError, AttributeError):
 
 cdef object cause_of(Request request, size_t blocker):
     """Return the error of a predecessor, which may not be finished yet."""
-    cdef Request before = request.before[blocker]
+    cdef Request before = request.predecessor(blocker)
     cdef nvmeio_outcome outcome
     cdef list chain = [before]
     # A loop, not a recursion, because the chain may be long.
@@ -753,7 +761,9 @@ cdef object cause_of(Request request, size_t blocker):
         c_request.request_outcome(before.c, &outcome)
         if outcome.blocker == SIZE_MAX:
             break
-        before = before.before[outcome.blocker]
+        before = before.predecessor(outcome.blocker)
+        if before is None:
+            break
         chain.append(before)
     for before in reversed(chain):
         before.poll(0)
@@ -813,13 +823,19 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     return 0
 
 
+cdef list callbacks_of(Request request):
+    """Return the list of callbacks, which is always the same once there is one."""
+    with cython.critical_section(request):
+        return request.callbacks
+
+
 cdef int call_all(Request request) except -1:
     """Call the callbacks of a request that is done, in order, each once.
 
     An Exception is logged; any other BaseException is raised once all were called.  The
     list needs no lock: a thread pops a callback before it calls it.
     """
-    cdef list callbacks = request.callbacks
+    cdef list callbacks = callbacks_of(request)
     cdef set calling = CALLER.calling
     interruption = None
     thread = PyThread_get_thread_ident()
@@ -898,7 +914,7 @@ cdef int finish_and_release(Request request) except -1:
     if finished_here:
         request.release_memory()
     del file
-    if request.finished and request.callbacks is not None:
+    if request.finished and callbacks_of(request) is not None:
         call_all(request)
     if interruption is not None:
         raise interruption

@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t
 
 from nvmeio._libnvmeio.c_request cimport nvmeio_handle
+from nvmeio._native.atomics cimport atomic_flag, atomic_unsigned
 
 
 cdef class Workers:
@@ -9,8 +10,9 @@ cdef class Workers:
     cdef nvmeio_handle *c     # never NULL once made
     cdef set staged           # StagedRequests, which only advance when polled
     cdef object event_loops   # weak references to event loops' watchers; None once stopped
-    cdef unsigned generation  # fork_generation() of the process that both belong to
-    cdef bint unused          # in a forked child, until it submits: no worker has started
+    # fork_generation() of the process that both belong to.
+    cdef atomic_unsigned generation
+    cdef atomic_flag unused   # in a forked child, until it submits: no worker has started
 
     # In a forked child, forget the parent's staged requests and event loops.
     cdef int own(self) except -1

@@ -71,12 +71,16 @@ cdef class Workers:
                 c_handle.handle_close(self.c)
 
     cdef int own(self) except -1:
-        if self.generation != c_base.fork_generation():
-            self.generation = c_base.fork_generation()
-            self.staged = set()
-            if self.event_loops is not None:
-                self.event_loops = set()
-            self.unused = True
+        cdef unsigned generation = c_base.fork_generation()
+        if self.generation != generation:
+            with cython.critical_section(self):
+                if self.generation != generation:
+                    self.staged = set()
+                    if self.event_loops is not None:
+                        self.event_loops = set()
+                    self.unused = True
+                    # Last, because other threads look at it without the lock.
+                    self.generation = generation
         return 0
 
     cdef int use(self) except -1:
@@ -151,7 +155,8 @@ cdef class Workers:
         finally:
             with nogil:
                 c_handle.handle_stop(self.c)
-            loops, self.event_loops = self.event_loops, None
+            with cython.critical_section(self):
+                loops, self.event_loops = self.event_loops, None
             try:
                 self.collect()
             finally:
@@ -161,7 +166,8 @@ cdef class Workers:
     @property
     def watchers(self):
         self.own()
-        return self.event_loops
+        with cython.critical_section(self):
+            return self.event_loops
 
     def new_eventfd(self):
         return Eventfd.__new__(Eventfd)
@@ -237,7 +243,7 @@ cdef class Eventfd(Descriptor):
         return 0
 
     def signal(self):
-        # With the GIL, so that no other thread closes it meanwhile.
+        # With the lock of close_number(), so that no other thread closes it meanwhile.
         with cython.critical_section(self):
             if self.number >= 0:
                 eventfd_write(self.number, 1)

@@ -14,6 +14,7 @@ from nvmeio._libnvmeio cimport c_base, c_file
 from nvmeio._libnvmeio.c_base cimport DIRECT_NEVER, OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._libnvmeio.c_file cimport nvmeio_file
 from nvmeio._native.arguments cimport file_position
+from nvmeio._native.atomics cimport atomic_unsigned
 from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.errors cimport check, error_in_words, verb_of
 from nvmeio._native.file cimport File, open_path
@@ -124,11 +125,12 @@ cdef class aio_handle:
 
     cdef object __weakref__
     cdef readonly Handle handle    # None before __init__()
-    cdef readonly object last_error
+    cdef object latest_error
     cdef dict contract      # the options that Handle does not have
     cdef list tracked       # requests of async_* that wait() waits for
     cdef dict validations   # those of them to validate -> a _Validation
-    cdef unsigned generation  # fork_generation() of the process that `tracked` belongs to
+    # fork_generation() of the process that `tracked` belongs to.
+    cdef atomic_unsigned generation
 
     def __init__(
         self, block_size=None, queue_depth=None, single_submit=False, overlap_events=False,
@@ -622,6 +624,11 @@ cdef class aio_handle:
         self.ended(self.take_tracked())
 
     @property
+    def last_error(self):
+        with cython.critical_section(self):
+            return self.latest_error
+
+    @property
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
         return self.handle is None or self.handle.closed
@@ -663,10 +670,14 @@ cdef class aio_handle:
         """Raise if there is no handle; in a forked child, forget the parent's requests."""
         if self.handle is None:
             raise ValueError("the handle was never opened; call its __init__() first")
-        if self.generation != c_base.fork_generation():
-            self.generation = c_base.fork_generation()
-            self.tracked = []
-            self.validations = {}
+        cdef unsigned generation = c_base.fork_generation()
+        if self.generation != generation:
+            with cython.critical_section(self):
+                if self.generation != generation:
+                    self.tracked = []
+                    self.validations = {}
+                    # Last, because other threads look at it without the lock.
+                    self.generation = generation
         return 0
 
     cdef object now(
@@ -773,7 +784,9 @@ cdef class aio_handle:
         # A signal handler raised an OSError that has no errno, such as a TimeoutError.
         if raises or not isinstance(error, OSError) or error.errno is None:
             raise error
-        self.last_error = error
+        with cython.critical_section(self):
+            before, self.latest_error = self.latest_error, error
+        del before
         _log.error("%s", error)
         return -1
 
