@@ -910,6 +910,8 @@ class TestSequence:
         names = [f".step-1.{ends}", f".step-2.{ends}", f".other.{ends}"]
         for name in names:
             (root / name).mkdir()
+        # Its writer was killed before it renamed this to .nvmeio-latest.
+        (root / f"..nvmeio-latest.{ends}").write_bytes(b"step-7\n")
         held = os.open(root / names[1], os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
         try:

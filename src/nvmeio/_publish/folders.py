@@ -213,18 +213,18 @@ def put_back(folder: str, names: list[str]) -> bool:
     return True
 
 
-def remove_unfinished(folder: str, prefix: str, *, own: bool) -> None:
-    """Remove the unfinished folders, of any host, whose final names begin with `prefix`.
+def remove_unfinished(folder: str, prefixes: tuple[str, ...], *, own: bool) -> None:
+    """Remove what is unfinished, of any host, whose final names begin with a prefix.
 
-    The caller holds the lock that lets no other process write such folders.  With `own`,
+    The caller holds the lock that lets no other process write such names.  With `own`,
     remove only those of this process that it does not use any more.
     """
 
     def chosen(found: OwnerOf) -> bool:
-        return found["name"].startswith(prefix) and (not own or is_left(found))
+        return found["name"].startswith(prefixes) and (not own or is_left(found))
 
     removed, failed = remove_left(folder, chosen)
     for path in removed:
-        _log.info("removed an unfinished folder of a save that was stopped: %s", path)
+        _log.info("removed what a save that was stopped has left: %s", path)
     if failed is not None:
-        _log.warning("an unfinished folder of a save that was stopped stays: %s", failed)
+        _log.warning("what a save that was stopped has left stays: %s", failed)

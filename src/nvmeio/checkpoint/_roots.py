@@ -452,7 +452,8 @@ class Root:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
-        remove_unfinished(self.where, "step-", own=not self._lock.take())
+        prefixes = ("step-", LATEST)
+        remove_unfinished(self.where, prefixes, own=not self._lock.take())
 
     def release(self) -> None:
         """Release the lock."""
