@@ -3,12 +3,15 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import warnings
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from children import Child
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
+from nvmeio._publish.names import _host
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING
@@ -130,6 +134,13 @@ STRANGERS = {
     "model": ({"tensors.safetensors": b"x", "config.json": b"y"}, "model files"),
     "lone model": ({"tensors.safetensors": b"x"}, "model files"),
     "other manifest": ({"manifest.json": b'{"format": "web"}'}, "it has manifest.json"),
+    "no file": (
+        {
+            "manifest.json": b'{"format": "nvmeio-checkpoint-2"}',
+            "tensors.safetensors/precious.txt": b"x",
+        },
+        r"besides .* it has tensors\.safetensors",
+    ),
     "step and more": ({".metadata": b"x", "tree.json": b""}, "torch.distributed"),
 }
 
@@ -156,6 +167,45 @@ def test_a_strangers_folder_is_not_replaced_pruned_or_removed(tmp_path, stranger
             saver.remove(2)
         assert saver.prune() == saver.cleanup() == []
     assert contents(root / "step-2") == files
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
+@pytest.mark.parametrize(
+    ("name", "is_folder", "words"),
+    [
+        ("step-99", True, ["step 99 is skipped: .* is another user's"]),
+        (".nvmeio-latest", False, []),
+        # As of a process of this host that has died.
+        (f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
+    ],
+    ids=["step", "newest", "unfinished"],
+)
+def test_what_another_user_has_planted_is_passed_over(tmp_path, name, is_folder, words):
+    """In a folder such as /tmp, where this user can neither read nor remove it."""
+    # As root, so that nothing need be imported later.
+    save(tmp_path, tmp_path / "far", 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        planted = Path(folder, name)
+        planted.mkdir() if is_folder else planted.write_bytes(b"step-99\n")
+        planted.chmod(0)
+        os.chown(planted, 1001, 1001)
+        os.seteuid(1002)
+        try:
+            with Checkpointer(folder, keep=1) as saver:
+                for step in (1, 2):
+                    saver.save(step, step)
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    assert saver.restore() == saver.latest() == 2
+                assert len(told) == len(words)
+                assert all(map(re.match, words, (str(each.message) for each in told)))
+                assert saver.prune() == saver.cleanup() == []
+                assert saver.steps() == [2]
+        finally:
+            os.seteuid(0)
+        found = planted.stat()
+        assert (found.st_uid, found.st_mode & 0o777) == (1001, 0)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

@@ -14,6 +14,7 @@ __all__ = [
     "absolute",
     "exists_now",
     "has_name",
+    "is_strangers",
     "is_within",
     "leads_to",
     "mount_of",
@@ -153,8 +154,20 @@ def resolved(path: str | bytes, *, follow: bool = True) -> str:
 
 def _check_owner(link: str, folder: str, path: str | bytes) -> None:
     """Refuse a link that another user may have planted: proc_sys_fs(5)."""
-    around, sticky = os.stat(folder), stat.S_ISVTX | stat.S_IWOTH
-    owner = os.lstat(link).st_uid
-    if around.st_mode & sticky == sticky and owner not in (os.geteuid(), around.st_uid):
+    if is_strangers(link, folder):
         words = "a symbolic link of another user, in a folder where anybody may make one"
         raise PermissionError(errno.EACCES, words, path)
+
+
+def is_strangers(path: str, folder: str) -> bool:
+    """Return whether another user may have planted a name in a folder such as /tmp.
+
+    Anybody may make names there, and the owner is neither this user nor the folder's.
+    """
+    around, sticky = os.stat(folder), stat.S_ISVTX | stat.S_IWOTH
+    if around.st_mode & sticky != sticky:
+        return False
+    try:
+        return os.lstat(path).st_uid not in (os.geteuid(), around.st_uid)
+    except FileNotFoundError:
+        return False

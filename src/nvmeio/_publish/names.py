@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import opened
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
 __all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left"]
@@ -134,7 +134,8 @@ def remove_left(
 ) -> tuple[list[str], OSError | None]:
     """Remove what has temporary names and is not locked; return paths and the first error.
 
-    What was set aside for a new one that did not come gets its name back.
+    What was set aside for a new one that did not come gets its name back.  What another
+    user may have planted stays.
     """
     removed, failed = [], None
     for entry in os.scandir(folder):
@@ -142,7 +143,7 @@ def remove_left(
         if not (chosen(found) if found else _is_nobodys(entry)):
             continue
         try:
-            if _remove(entry.path, found):
+            if not is_strangers(entry.path, folder) and _remove(entry.path, found):
                 removed.append(entry.path)
         except FileNotFoundError:
             continue

@@ -14,7 +14,7 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import exists_now, naming
+from nvmeio._files.paths import exists_now, is_strangers, naming
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
@@ -196,13 +196,20 @@ def not_ours(folder: str) -> str | None:
         return None
     if not stat.S_ISDIR(mode):
         return "it is a symbolic link" if stat.S_ISLNK(mode) else "it is not a folder"
-    names = os.listdir(folder)
-    others = [n for n in names if n not in FILES and final_name(n) not in FILES]
+    try:
+        with os.scandir(folder) as entries:
+            is_file = {e.name: not e.is_dir(follow_symlinks=False) for e in entries}
+    except PermissionError:
+        return what_is_in(folder)
+    names = is_file.keys()
+    others = [
+        n for n in names if not (is_file[n] and (n in FILES or final_name(n) in FILES))
+    ]
     ours = any(_is_ours(os.path.join(folder, name)) for name in (MANIFEST, TREE))
     if others and ours:
         shown = ", ".join(sorted(others)[:3])
         return f"besides the files of a step, it has {shown}"
-    if others or not (ours or set(names).isdisjoint(FILES)):
+    if others or not (ours or names.isdisjoint(FILES)):
         return what_is_in(folder)
     return None
 
@@ -222,11 +229,16 @@ def _is_empty(path: str) -> bool:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size > NAMED_BYTES_MAX:
         return False
+    if is_strangers(path, os.path.dirname(path)):
+        return False
     return not _beginning(path, NAMED_BYTES_MAX).strip(b"\0")
 
 
 def _beginning(path: str, nbytes: int) -> bytes:
-    """Return how a file begins; b"" if there is none, or a link, or a folder."""
+    """Return how a file begins; b"" if there is none, or a link, or a folder.
+
+    Or one that this user may not read, and that another may have planted.
+    """
     try:
         # What close(2) reports is no matter after reading.
         with (
@@ -242,6 +254,8 @@ def _beginning(path: str, nbytes: int) -> bytes:
             errno.EISDIR,
             errno.ENXIO,
         ):
+            return b""
+        if error.errno == errno.EACCES and is_strangers(path, os.path.dirname(path)):
             return b""
         raise
 
@@ -411,6 +425,11 @@ class Root:
                 if os.path.dirname(name) != folder:
                     raise
                 raise CheckpointError(f"{name} is missing") from None
+            except PermissionError as error:
+                if not is_strangers(folder, self.where):
+                    raise
+                words = f"cannot be read, and is another user's: {error.strerror}"
+                raise CheckpointError(f"{folder} {words}") from None
             except CheckpointError:
                 if self._is_strangers(folder):
                     raise GoneError from None

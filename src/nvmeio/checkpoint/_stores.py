@@ -130,13 +130,16 @@ class Store:
             _Attempt(numbers[folder], folder, ours)
             for folder, sizes in folders.items()
             if (ours := {n: s for n, s in sizes.items() if n in FILES and s is not None})
-            and (numbers[folder] or self._is_ours(folder, ours))
+            and (numbers[folder] or self._is_ours(folder, sizes))
         ]
         return sorted(attempts, key=lambda a: (a.complete, a[:2]), reverse=True)
 
-    def _is_ours(self, folder: str, names: Collection[str]) -> bool:
+    def _is_ours(self, folder: str, sizes: dict[str, int | None]) -> bool:
         """Return whether a manifest.json or a tree.json is one of ours."""
-        for name in {MANIFEST, TREE} & {*names}:
+        if any(sizes.get(name, 0) is None for name in FILES):
+            # A folder with the name of a file.
+            return False
+        for name in {MANIFEST, TREE} & sizes.keys():
             with contextlib.suppress(FileNotFoundError):
                 for piece in self._files.read(f"{folder}/{name}"):
                     if OURS.match(piece.data[:200]):
