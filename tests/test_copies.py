@@ -22,7 +22,7 @@ from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
 from nvmeio.checkpoint._draining import Drain
-from nvmeio.checkpoint._futures import DRAINING
+from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
 
@@ -892,6 +892,38 @@ def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkey
             with pytest.warns(RuntimeWarning, match="older checkpoints were not removed"):
                 saver.save(step, step)
         assert saver.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
+    """They are raised once the step is saved, and its copy has begun."""
+    set_aside, raised = _roots.set_aside, []
+    monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
+
+    def refused(folder):
+        raise OSError(errno.EPERM, "Operation not permitted", folder)
+
+    with Checkpointer(tmp_path / "near", keep=1, drain_to=tmp_path / "far") as saver:
+        saver.save(1, 1)
+        saver.drained.result()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            monkeypatch.setattr(_roots, "set_aside", refused)
+            if way == "save":
+                with pytest.raises(RuntimeWarning, match="were not removed"):
+                    saver.save(2, 2)
+            else:
+                assert saver.save_async(2, 2).result().name == "step-2"
+                for thread in threading.enumerate():
+                    if thread.name == SAVING:
+                        thread.join()
+                assert "were not removed" in str(raised.pop())
+            saver.drained.result()
+            monkeypatch.setattr(_roots, "set_aside", set_aside)
+            with pytest.raises(RuntimeWarning, match="step 2 exists"):
+                getattr(saver, way)(0, 0)
+    assert Checkpointer(tmp_path / "near").steps() == [0, 2]
+    assert {0, 2} <= {*Checkpointer(tmp_path / "far").steps()}
 
 
 def test_ctrl_c_while_copies_are_waited_for_changes_nothing(tmp_path, monkeypatch):

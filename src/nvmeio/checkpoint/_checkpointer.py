@@ -240,7 +240,8 @@ class Checkpointer:
         -----
         RuntimeWarning
             A newer step exists, which ``restore`` would read.  Or a step could not be
-            copied to `drain_to`.
+            copied to `drain_to`, or older ones not be removed.  If warnings are errors,
+            they are raised once the step is saved.
 
         Notes
         -----
@@ -251,10 +252,14 @@ class Checkpointer:
         with self._alone():
             plan = self._plan(step, state, metadata)
             self._await_last()
-            self._begin(plan.step)
-            path = self._carry_out(plan, None)
-            self._tell(f"{path} was saved nevertheless")
-            return path
+            words: list[str] = []
+            try:
+                self._begin(plan.step, words)
+                path = self._carry_out(plan, None, words)
+                self._tell(f"{path} was saved nevertheless")
+                return path
+            finally:
+                _warn(words)
 
     # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
     # check for None.
@@ -321,29 +326,38 @@ class Checkpointer:
                         '"raise"; wait for its future first'
                     )
             self._await_last()
-            self._begin(plan.step)
-            if stage:
-                plan.stage(self._staging)
-            future = SaveFuture(plan.step)
-            if stage:
-                future.staged.set_result(None)
-            # Who takes it first decides whether the save goes on.
-            begun = threading.Lock()
-
-            def carry_out() -> None:
-                if begun.acquire(blocking=False):
-                    self._carry_out_for(plan, future)
-
+            words: list[str] = []
             try:
-                self._last = future
-                threading.Thread(target=carry_out, name=SAVING, daemon=False).start()
-            except BaseException:
-                # No thread can be started, or Ctrl-C came, and it may have been.
-                if begun.acquire(blocking=False):
-                    self._last = None
-                raise
-            self._tell(f"the save of step {plan.step} goes on nevertheless")
-            return future
+                self._begin(plan.step, words)
+                future = self._start(plan, stage)
+                self._tell(f"the save of step {plan.step} goes on nevertheless")
+                return future
+            finally:
+                _warn(words)
+
+    def _start(self, plan: Plan, stage: bool) -> SaveFuture:
+        """Carry out a plan in a new thread."""
+        if stage:
+            plan.stage(self._staging)
+        future = SaveFuture(plan.step)
+        if stage:
+            future.staged.set_result(None)
+        # Who takes it first decides whether the save goes on.
+        begun = threading.Lock()
+
+        def carry_out() -> None:
+            if begun.acquire(blocking=False):
+                self._carry_out_for(plan, future)
+
+        try:
+            self._last = future
+            threading.Thread(target=carry_out, name=SAVING, daemon=False).start()
+        except BaseException:
+            # No thread can be started, or Ctrl-C came, and it may have been.
+            if begun.acquire(blocking=False):
+                self._last = None
+            raise
+        return future
 
     def _plan(self, step: int, state: Any, metadata: Any) -> Plan:
         return Plan(step_of(step), state, metadata, self.checksum)
@@ -374,26 +388,26 @@ class Checkpointer:
                     failed.add_note(f"this is the error of step {each.step}; {words}")
                 raise failed
 
-    def _begin(self, step: int) -> None:
-        """Create and lock the root, and remove unfinished folders of dead processes."""
+    def _begin(self, step: int, words: list[str]) -> None:
+        """Create and lock the root, and remove unfinished folders of dead processes.
+
+        Append to `words` what to warn of.
+        """
         self._steps.root.take()
         require_ours(self._steps.root.folder(step))
-        if self._copies is not None and (failed := self._copies.failure()) is not None:
-            words = f"a step was saved but not copied to {self.drain_to}: {failed}"
-            warnings.warn(words, RuntimeWarning, stacklevel=3)
         root = self._steps.root
         complete = (s for s in root.steps() if root.was_complete(s, again=True))
-        newest = max(next(complete, -1), self._newest_copy())
+        newest = max(next(complete, -1), self._newest_copy(words))
+        if self._copies is not None and (failed := self._copies.failure()) is not None:
+            words.append(f"a step was saved but not copied to {self.drain_to}: {failed}")
         if newest > step:
-            warnings.warn(
+            words.append(
                 f"step {step} is saved, but step {newest} exists: restore() reads the "
                 f"newer step, and {step} is pruned first; call remove({newest}) if it is "
-                "obsolete",
-                RuntimeWarning,
-                stacklevel=3,
+                "obsolete"
             )
 
-    def _newest_copy(self) -> int:
+    def _newest_copy(self, words: list[str]) -> int:
         """Return the newest complete copy at the first call, -1 if that is unknown.
 
         Later it is not asked for again, because remote storage may be slow.
@@ -401,7 +415,9 @@ class Checkpointer:
         begun, self._begun = self._begun, True
         if self._copies is None or begun:
             return -1
-        copied, _ = self._steps.copied(level=5)
+        copied, _, unlisted = self._steps.list_copies()
+        if unlisted:
+            words.append(unlisted)
         # A store that fails now does not keep the step from being saved.
         with contextlib.suppress(Exception):
             return next(filter(self._copies.place.identity, copied), -1)
@@ -414,11 +430,31 @@ class Checkpointer:
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
         """Save, and set the result or error of the future."""
-        path, failed = None, None
+        path, failed, warned = None, None, None
+        words: list[str] = []
         try:
-            path = self._carry_out(plan, future)
+            path = self._carry_out(plan, future, words)
         except BaseException as error:
             failed = error
+        try:
+            _warn(words)
+        except Exception as error:
+            # Warnings are errors.  It is no error of the save, so the thread raises it.
+            warned = error
+        try:
+            self._end(future, plan, path, failed)
+        finally:
+            if warned is not None:
+                raise warned
+
+    @staticmethod
+    def _end(
+        future: SaveFuture,
+        plan: Plan,
+        path: pathlib.Path | None,
+        failed: BaseException | None,
+    ) -> None:
+        """Set the result or error of a future."""
         future._over.set()
         if failed is None:
             assert path is not None
@@ -432,7 +468,10 @@ class Checkpointer:
         if future._begun():
             future.fail(failed, f"step {plan.step} was not saved")
 
-    def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
+    def _carry_out(
+        self, plan: Plan, future: SaveFuture | None, words: list[str]
+    ) -> pathlib.Path:
+        """Save, and return the step's folder; append to `words` what to warn of."""
         target = self._steps.root.folder(plan.step)
 
         def copied() -> None:
@@ -454,8 +493,7 @@ class Checkpointer:
             self._prune(plan.step)
         except OSError as error:
             # The save itself succeeded.
-            words = f"older checkpoints were not removed: {error}"
-            warnings.warn(words, RuntimeWarning, stacklevel=3)
+            words.append(f"older checkpoints were not removed: {error}")
         if self._copies is not None:
             self._copies.begin(plan.step, target)
         return pathlib.Path(target)
@@ -898,6 +936,20 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"{name} is {value!r}; it must be one of {known}")
     return value
+
+
+def _warn(words: Iterable[str]) -> None:
+    """Warn the caller's caller of each; if warnings are errors, raise the first."""
+    failed: Warning | None = None
+    for each in words:
+        try:
+            warnings.warn(each, RuntimeWarning, stacklevel=3)
+        except Warning as error:
+            if failed is not None and hasattr(failed, "add_note"):
+                failed.add_note(f"also: {error}")
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _names_of(names: Any) -> Collection[str] | None:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -351,8 +350,8 @@ class Root:
             elif self.named() is not None or _is_empty(path):
                 replace_file(b"step-%d\n" % step, path, sync=False)
         except OSError as error:
-            words = f"the newest step was not named in {path}: {error}"
-            warnings.warn(words, RuntimeWarning, stacklevel=2)
+            # Not by a warning, which may be an error, because the steps are changed.
+            _log.warning("the newest step was not named in %s: %s", path, error)
 
     def identity(self, step: int) -> str | None:
         """Return the identity of a save, unless it is incomplete or was found damaged."""

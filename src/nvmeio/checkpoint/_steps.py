@@ -196,16 +196,22 @@ class Steps:
 
         The warning is about the call `level` - 1 frames above.
         """
+        copied, unlisted, words = self.list_copies()
+        if words:
+            warnings.warn(words, RuntimeWarning, stacklevel=level)
+        return copied, unlisted
+
+    def list_copies(self) -> tuple[list[int], Exception | None, str]:
+        """Return the steps in `drain_to`, an error of listing, and what to warn of."""
         if self.copies is None:
-            return [], None
+            return [], None, ""
         try:
-            return self.copies.steps(), None
+            return self.copies.steps(), None, ""
         except Exception as error:
             # fsspec may raise any type.
             where = self.copies.where
             words = f"the copies in {where} cannot be listed: {error or repr(error)}"
-            warnings.warn(words, RuntimeWarning, stacklevel=level)
             if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
-                words = f"{words} ({type(error).__name__})"
-                return [], OSError(errno.EIO, words, where)
-            return [], _with(error, words) if error.errno is None else error
+                kind = f"{words} ({type(error).__name__})"
+                return [], OSError(errno.EIO, kind, where), words
+            return [], _with(error, words) if error.errno is None else error, words
