@@ -511,6 +511,12 @@ def lazy():
     return torch.nn.LazyLinear(3).weight
 
 
+def with_attribute():
+    found = collections.OrderedDict(a=1)
+    found.note = "precious"
+    return found
+
+
 def freed():
     """Return a tensor whose storage was freed, as FSDP leaves it."""
     tensor = torch.ones(100_000)
@@ -551,6 +557,11 @@ REFUSED = {
     "freed": (freed(), "its storage was freed: it has 0 bytes"),
     "masked": (np.ma.ones(3), "its mask would be lost; pass its data and its mask"),
     "matrix": (np.matrix([1]), "matrix"),
+    "attribute": (with_attribute(), "the attribute 'note', which would be lost"),
+    "name that JSON changes": (
+        np.zeros(3, [("\ud83d\ude00", "i4")]),
+        "cannot be stored",
+    ),
     "object scalar": (np.array([object()], object)[0], "builtins.object"),
 }
 
@@ -563,6 +574,16 @@ def test_unsupported_values_are_refused_before_anything_is_written(checkpointer,
         with pytest.raises((TypeError, ValueError), match=words) as refused:
             save(1, state)
         assert "state['a'][1]" in str(refused.value)
+    assert not checkpointer.root.exists()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int4"])
+def test_scalars_and_fields_of_other_dtypes_are_refused(checkpointer, name):
+    """Their text, such as "<V2" or "<f1", is that of another dtype, or of none."""
+    kind = getattr(pytest.importorskip("ml_dtypes"), name)
+    for value in (kind(1), np.ones(2, [("a", kind)]), np.ones(2, [("a", kind, (2,))])):
+        with pytest.raises(TypeError, match=r"state\['a'\]"):
+            checkpointer.save(1, {"a": value})
     assert not checkpointer.root.exists()
 
 
@@ -943,6 +964,8 @@ def test_numbers_and_texts_keep_their_bits(checkpointer):
     odd = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
     numbers = [math.nan, -math.nan, odd, math.inf, -0.0, complex(-math.nan, odd)]
     texts = [np.str_("a\0"), np.bytes_(b"a\0\0"), np.bytes_(b""), np.str_("\0")]
+    # Lone surrogates, and a pair of them, which is not one character.
+    texts += [np.str_("a\ud800"), np.str_("\ud83d\ude00")]
     checkpointer.save(1, {"numbers": numbers, "texts": texts})
     found = checkpointer.restore()
     assert list(map(bits, found["numbers"])) == list(map(bits, numbers))

@@ -18,7 +18,7 @@ from nvmeio._tensors.dtypes import (
     torch_module,
 )
 from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._stored import PAIRS
+from nvmeio.checkpoint._stored import PAIRS, structured
 from nvmeio.checkpoint._tree import path_of
 
 __all__ = ["Part", "in_order", "part_of", "rebuild", "same_memory"]
@@ -152,31 +152,13 @@ def _dtype_of(said: Any, by_torch: bool) -> Any:
             raise CheckpointError(f"has the unknown dtype {said!r:.50}")
         return getattr(torch_module(), said)
     try:
-        dtype = np.dtype(said) if isinstance(said, str) else _structured(said)
+        dtype = np.dtype(said) if isinstance(said, str) else structured(said)
     except (ValueError, TypeError, LookupError, RecursionError, SyntaxError):
         raise CheckpointError(f"has the unknown dtype {said!r:.50}") from None
     if dtype.hasobject:
         raise CheckpointError(f"has the dtype {dtype}, which has Python objects")
     if dtype.subdtype is not None:
         raise CheckpointError(f"has the unknown dtype {said!r:.50}")
-    return dtype
-
-
-def _structured(said: Any) -> np.dtype[Any]:
-    """Return a structured dtype; in JSON its tuples have become lists."""
-
-    def tuples(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        # A list of fields stays a list.  All else is a tuple: a field, a title and name, or
-        # a shape.
-        if value and isinstance(value[0], list) and isinstance(value[0][0], (str, list)):
-            return [tuple(map(tuples, field)) for field in value]
-        return tuple(each if isinstance(each, int) else tuples(each) for each in value)
-
-    if not isinstance(said, list):
-        raise TypeError
-    dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(tuples(said))
     return dtype
 
 

@@ -22,6 +22,7 @@ from nvmeio._tensors.dtypes import torch_module
 from nvmeio.checkpoint._errors import CheckpointError
 
 __all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of", "plain"]
+__all__ += ["has_text"]
 
 # A limit, because Python's json recurses.
 DEPTH_MAX = 100
@@ -90,7 +91,11 @@ class _Encoder:
             node: dict[str, Any] = {}
             self.leaves.append(Leaf(path, value, node))
             return node
-        if isinstance(value, np.generic) and value.dtype.kind not in "OV":
+        if (
+            isinstance(value, np.generic)
+            and value.dtype.kind not in "OV"
+            and has_text(value.dtype)
+        ):
             return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
         if kind in (list, tuple, *_DICTS) or kind is self.size:
             return self._nested(value, kind, path)
@@ -117,7 +122,12 @@ class _Encoder:
             found = self._items(value, path)
             if kind is not dict:
                 found = {kind.__name__: found}
-            if kind is OrderedDict and (metadata := getattr(value, "_metadata", None)):
+                others = vars(value).keys() - ({"_metadata"} if kind is OrderedDict else ())
+                if others:
+                    words = f"has the attribute {min(others)!r}, which would be lost"
+                    raise TypeError(f"{path_of(path)} {words}")
+            if kind is OrderedDict and "_metadata" in vars(value):
+                metadata = vars(value)["_metadata"]
                 found = {"state_dict": [found, self._metadata(metadata, path)]}
         else:
             found = [self.node(each, (*path, index)) for index, each in enumerate(value)]
@@ -148,6 +158,17 @@ class _Encoder:
         if all(isinstance(key, str) for key in value):
             return {"dict": dict(items)}
         return {"items": [list(item) for item in items]}
+
+
+def has_text(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is that of its text, such as "<f4", by which it is restored.
+
+    The text of an extension's dtype may be that of another, or of none.
+    """
+    try:
+        return bool(np.dtype(dtype.str) == dtype)
+    except TypeError:
+        return False
 
 
 def _float_text(value: float) -> str:
@@ -430,8 +451,8 @@ class _Decoder:
         if dtype.kind == "S":
             return dtype.type(raw)
         if dtype.kind == "U":
-            big = np.dtype(name).byteorder == ">"
-            return dtype.type(raw.decode("utf-32-be" if big else "utf-32-le"))
+            code = "utf-32-be" if np.dtype(name).byteorder == ">" else "utf-32-le"
+            return dtype.type(raw.decode(code, "surrogatepass"))
         return value
 
 
