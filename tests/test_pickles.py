@@ -115,6 +115,13 @@ def test_remembered_objects_beyond_the_size_are_refused():
 NESTED = b")q\x02" + b"h\x02h\x02\x86q\x02" * 60
 
 
+def test_a_bytearray_that_is_longer_than_its_pickle_is_refused():
+    """CPython allocates it before it reads."""
+    text = b"\x80\5\x96" + (1 << 40).to_bytes(8, "little") + b"abc."
+    with pytest.raises(ValueError, match="a bytearray has 1099511627776 bytes, and 4 are"):
+        require_linear(text, by_fields=False)
+
+
 @pytest.mark.parametrize(
     "add", [b"h\x00h\x02a", b"h\x00(h\x02h\x02e", b"h\x00]h\x02aa", b"h\x05h\x02K\x00s"]
 )

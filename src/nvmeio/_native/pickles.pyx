@@ -323,7 +323,14 @@ cdef class _Walk:
             self.skip(self.number(4))
             self.push_atom()
         elif code in (BINUNICODE8, BINBYTES8, BYTEARRAY8):
-            self.skip(self.number(8))
+            index = self.number(8)
+            # CPython allocates a bytearray before it reads, whatever length it claims.
+            if code == BYTEARRAY8 and index > self.size - self.at:
+                raise ValueError(
+                    f"it was truncated: a bytearray has {index} bytes, and "
+                    f"{self.size - self.at} are left"
+                )
+            self.skip(index)
             self.push_atom()
         elif code == BINFLOAT:
             self.skip(8)
