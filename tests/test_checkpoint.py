@@ -37,6 +37,7 @@ from nvmeio.checkpoint import (
     _restoring,
     _roots,
     _saving,
+    drain,
 )
 from nvmeio.checkpoint._restoring import Held
 from workloads.checkpoints import same, state_of
@@ -1505,6 +1506,25 @@ def test_a_url_is_no_root(root):
         Checkpointer(root)
     with pytest.raises(ValueError, match="drain_to is ''"):
         Checkpointer("run", drain_to="")
+
+
+def test_an_empty_path_is_no_folder():
+    """It is not the working directory either."""
+    for call in (
+        Checkpointer,
+        lambda path: drain(path, "far"),
+        lambda path: drain(".", path),
+    ):
+        with pytest.raises(ValueError, match="is ''; it must be the path of a folder"):
+            call("")
+
+
+def test_a_root_that_is_a_dangling_link_is_named(root):
+    root.symlink_to("nowhere")
+    with Checkpointer(root) as checkpointer:
+        words = "it is a symbolic link to 'nowhere', which does not exist"
+        with pytest.raises(NotADirectoryError, match=words):
+            checkpointer.save(1, 1)
 
 
 @pytest.mark.parametrize("at", ["the root", "its parent"])

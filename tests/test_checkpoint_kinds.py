@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     with Checkpointer(top / "steps") as saver:
         saver.save(3, STATE)
     (top / "file").touch()
+    (top / "link").symlink_to("nowhere")
     return top
 
 
@@ -50,6 +51,7 @@ WORDS = {
     "steps": r"it has steps of a nvmeio\.checkpoint\.Checkpointer",
     "steps/step-3": "pass the folder above it",
     "file": "it is not a folder",
+    "link": "it is a symbolic link to 'nowhere', which does not exist",
 }
 
 

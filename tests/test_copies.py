@@ -926,6 +926,34 @@ def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
     assert {0, 2} <= {*Checkpointer(tmp_path / "far").steps()}
 
 
+def test_a_step_that_another_removes_meanwhile_is_gone(tmp_path, monkeypatch):
+    """Such as a copy that the thread that copies has pruned."""
+    set_aside = _roots.set_aside
+
+    def late(folder):
+        if folder.endswith("step-1") and "far" in folder:
+            shutil.rmtree(folder)
+        set_aside(folder)
+
+    near, far = tmp_path / "near", tmp_path / "far"
+    save(near, far, 1, 2)
+    monkeypatch.setattr(_roots, "set_aside", late)
+    with Checkpointer(near, drain_to=far) as saver:
+        saver.remove(1)
+        assert saver.steps() == [2]
+    save(tmp_path / "other", far / "other", 1)
+    with (
+        Checkpointer(far / "other") as saver,
+        pytest.raises(FileNotFoundError, match="no such checkpoint"),
+    ):
+        saver.remove(1)
+    save(tmp_path / "other", far / "other", 1)
+    with Checkpointer(far / "other", keep=1) as saver, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saver.save(2, 2)
+        assert saver.steps() == [2]
+
+
 def test_ctrl_c_while_copies_are_waited_for_changes_nothing(tmp_path, monkeypatch):
     """Also before the thread that copies has begun."""
     saver = Checkpointer(tmp_path / "near", drain_to=tmp_path / "far")

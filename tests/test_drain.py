@@ -388,8 +388,9 @@ def test_impossible_drains_are_refused(source, tmp_path):
 
 def test_the_root_is_no_place_for_its_own_copies(tmp_path):
     (tmp_path / "link").symlink_to("run")
-    for target in (tmp_path / "run", tmp_path / "link"):
-        with pytest.raises(ValueError, match=f"drain_to is '{target}', the root itself"):
+    run = tmp_path / "run"
+    for target in (run, tmp_path / "link", f"file://{run}", f"local://{run}"):
+        with pytest.raises(ValueError, match=r"drain_to is '/.*', the root itself"):
             Checkpointer(tmp_path / "run", drain_to=target)
 
 

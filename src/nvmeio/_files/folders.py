@@ -5,7 +5,7 @@ import errno
 import os
 
 from nvmeio._files.descriptors import FOLDER, opened
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import dangling, naming
 
 __all__ = ["make_folders", "sync_file", "sync_folder"]
 
@@ -32,5 +32,6 @@ def make_folders(folder: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(each)
         if not os.path.isdir(each):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), each)
+            words = dangling(each) or os.strerror(errno.ENOTDIR)
+            raise NotADirectoryError(errno.ENOTDIR, words, each)
         sync_folder(os.path.dirname(each))

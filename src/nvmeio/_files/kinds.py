@@ -4,6 +4,8 @@ import contextlib
 import os
 import re
 
+from nvmeio._files.paths import dangling
+
 __all__ = [
     "HEAD_BYTES",
     "INDEX_END",
@@ -81,7 +83,7 @@ def what_is_in(folder: str) -> str:
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
-        return "there is no such folder"
+        return dangling(folder) or "there is no such folder"
     except NotADirectoryError:
         return "it is not a folder"
     except OSError as error:

@@ -12,6 +12,8 @@ from nvmeio._files.descriptors import FOLDER, opened
 
 __all__ = [
     "absolute",
+    "absolute_folder",
+    "dangling",
     "exists_now",
     "has_name",
     "is_strangers",
@@ -54,6 +56,21 @@ def absolute(path: Path) -> str | bytes:
     folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
     # Not normalized, because "link/../file" depends on where the link leads.
     return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
+
+
+def absolute_folder(name: str, path: Path) -> str:
+    """Return the absolute path of the argument `name`; refuse "", which names no folder."""
+    found = os.fsdecode(path_of(path))
+    if not found:
+        raise ValueError(f"{name} is ''; it must be the path of a folder")
+    return os.fsdecode(absolute(found))
+
+
+def dangling(path: str) -> str | None:
+    """Say where a symbolic link leads if there is nothing; None for anything else."""
+    if os.path.exists(path) or not os.path.islink(path):
+        return None
+    return f"it is a symbolic link to {os.readlink(path)!r}, which does not exist"
 
 
 @contextlib.contextmanager

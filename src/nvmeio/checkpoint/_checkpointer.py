@@ -15,13 +15,14 @@ from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.kinds import MANIFEST
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute_folder
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
 from nvmeio.checkpoint._futures import SAVING, SaveFuture, tell_at_exit
 from nvmeio.checkpoint._manifest import TREE
+from nvmeio.checkpoint._places import local_path
 from nvmeio.checkpoint._ranks import agreed_step
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import (
@@ -140,7 +141,7 @@ class Checkpointer:
             raise ValueError(
                 f"root is {name!r}, a URL; it must be a folder: pass the URL as drain_to"
             )
-        self.root = pathlib.Path(os.fsdecode(absolute(name)))
+        self.root = pathlib.Path(absolute_folder("root", name))
         self.keep = None if keep is None else whole("keep", keep, 1, STEP_MAX)
         self.keep_every = keep_every
         if keep_every is not None:
@@ -155,8 +156,8 @@ class Checkpointer:
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
         if self.drain_to == "":
             raise ValueError("drain_to is ''; it must be a folder or a URL, or None")
-        if self.drain_to is not None and "://" not in self.drain_to:
-            self.drain_to = os.fsdecode(absolute(self.drain_to))
+        if self.drain_to is not None and (path := local_path(self.drain_to)) is not None:
+            self.drain_to = path
             if os.path.realpath(self.drain_to) == os.path.realpath(self.root):
                 raise ValueError(
                     f"drain_to is {self.drain_to!r}, the root itself; choose another folder"
@@ -808,10 +809,16 @@ class Checkpointer:
                         found.append((place, remove))
             if not found:
                 raise self._steps.missing(step)
+            removed = False
             # The copy first, because restore() would read one that is left.
             for place, remove in found:
                 name_another(place, step)
-                remove()
+                # A copy may have been pruned meanwhile.
+                with contextlib.suppress(GoneError):
+                    remove()
+                    removed = True
+            if not removed:
+                raise self._steps.missing(step)
 
     def prune(self) -> list[int]:
         """Remove the steps that `keep` and `keep_every` do not keep, as each save does.

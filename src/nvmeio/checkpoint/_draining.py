@@ -15,10 +15,10 @@ from concurrent.futures import CancelledError, Future
 
 import crc32c
 
-from nvmeio._arguments.checks import path_of, shown, whole
+from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
 from nvmeio._publish.names import final_name, short_name
 from nvmeio.checkpoint._errors import CheckpointError
@@ -139,7 +139,7 @@ class Drain:
         retries: int,
         bandwidth: float | None,
     ) -> None:
-        self.source = os.fsdecode(absolute(path_of(source)))
+        self.source = absolute_folder("source", source)
         self.place = place
         unordered = isinstance(last, (str, bytes, Set))
         names = [] if unordered else list(last)

@@ -14,7 +14,7 @@ import numpy as np
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file
 from nvmeio._publish.names import renaming, temporary_name
@@ -86,7 +86,7 @@ def local_path(target: Path) -> str | None:
     protocol, separator, rest = name.partition("://")
     if separator and protocol not in ("file", "local"):
         return None
-    return os.fsdecode(absolute(rest if separator else name))
+    return absolute_folder("target", rest if separator else name)
 
 
 def place_of(target: Path) -> Place:

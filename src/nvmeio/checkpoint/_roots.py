@@ -198,6 +198,8 @@ def not_ours(folder: str) -> str | None:
     try:
         with os.scandir(folder) as entries:
             is_file = {e.name: not e.is_dir(follow_symlinks=False) for e in entries}
+    except FileNotFoundError:
+        return None
     except PermissionError:
         return what_is_in(folder)
     names = is_file.keys()
@@ -500,6 +502,11 @@ class Root:
 
             def remove() -> None:
                 self.removed.add(step)
-                set_aside(folder)
+                try:
+                    set_aside(folder)
+                except FileNotFoundError:
+                    if exists_now(folder):
+                        raise
+                    raise GoneError from None
 
             yield remove

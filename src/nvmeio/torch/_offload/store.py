@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import absolute, leads_to
+from nvmeio._files.paths import absolute_folder, leads_to
 from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File, owned
 from nvmeio._native.handle import Handle
@@ -55,7 +54,7 @@ class Store:
     """States in the files of a folder, which is locked against other users."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = os.fsdecode(absolute(path_of(folder)))
+        self.folder = absolute_folder("folder", folder)
         os.makedirs(self.folder, exist_ok=True)
         self._lock = WriterLock(
             self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
