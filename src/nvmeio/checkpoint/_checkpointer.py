@@ -248,7 +248,9 @@ class Checkpointer:
         -----
         Tensors that share memory in the state share memory when they are restored.  Of a
         view, only its own bytes are saved.  Tensors are restored contiguous and on the CPU;
-        Parameters stay Parameters, and requires_grad is kept.
+        Parameters stay Parameters, and requires_grad is kept.  A torch.nn.Buffer is
+        restored as a plain tensor, and other attributes of tensors are not saved.  The
+        storages of restored tensors may not be resizable; those of their clones are.
         """
         with self._alone():
             plan = self._plan(step, state, metadata)
