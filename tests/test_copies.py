@@ -19,7 +19,7 @@ import pytest
 from children import Child
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
-from nvmeio._publish.names import _host
+from nvmeio._publish.names import _host, temporary_name
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
@@ -206,6 +206,25 @@ def test_what_another_user_has_planted_is_passed_over(tmp_path, name, is_folder,
             os.seteuid(0)
         found = planted.stat()
         assert (found.st_uid, found.st_mode & 0o777) == (1001, 0)
+
+
+def test_unfinished_uploads_of_the_dead_are_pruned(tmp_path):
+    """Those of this host, older than the kept steps; none of others or of the living."""
+    far, dead = "shelf://bucket/run", f"1.{_host()}-{1 << 30}-1-01234567"
+    living = temporary_name("1")[1:].removesuffix(".nvmeio-tmp")
+    theirs = {
+        "step-1/1.elsewhere-1-1-01234567/tensors.safetensors",
+        "step-1/notes.txt",
+        f"step-1/{dead}/notes.txt",
+        f"step-2/{living}/tensors.safetensors",
+        f"step-99/{dead}/tensors.safetensors",
+    }
+    gone = {f"step-{n}/{dead}/{name}" for n in (1, 2, 3) for name in FILES[1:]}
+    for name in theirs | gone:
+        write(far, name, b"x")
+    save(tmp_path, far, 5, 6, keep=1)
+    left = {name for name in contents(far) if not name.startswith(("step-6/", ".nvmeio"))}
+    assert left == theirs
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

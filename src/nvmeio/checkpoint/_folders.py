@@ -120,9 +120,10 @@ def cleanup(folder: Path) -> list[str]:
     Notes
     -----
     An unfinished folder stays while its process lives or while it is locked.  One of
-    another host always stays, because that host's processes cannot be seen here.  A folder
-    that was set aside for a new one that never came gets its name back.  A file of version
-    0.2 does not say whose it is, and is removed if it is a day old.
+    another host always stays, because that host's processes cannot be seen here.  So does
+    one of another user in a sticky folder such as /tmp.  A folder that was set aside for a
+    new one that never came gets its name back.  A file of version 0.2 does not say whose it
+    is, and is removed if it is a day old.
 
     Examples
     --------

@@ -105,6 +105,9 @@ class StepPlace(Protocol):
     def copy(self, step: int, copy: Copy) -> int:
         """Add a step, or replace it; other readers see all of its files or none."""
 
+    def discard_left(self, step: int) -> None:
+        """Remove what dead processes of this host have left unfinished of a step."""
+
     def removing(
         self, step: int
     ) -> "contextlib.AbstractContextManager[Callable[[], None]]":
@@ -141,9 +144,10 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
         elif step != saved and not (kept.every and step % kept.every == 0):
             doomed.append(step)
     for step in reversed(doomed):
-        if not place.was_complete(step, again=True):
-            continue
         try:
+            if not place.was_complete(step, again=True):
+                place.discard_left(step)
+                continue
             with place.removing(step) as remove:
                 name_another(place, step)
                 remove()
@@ -487,6 +491,9 @@ class Root:
             folder.commit(sync=True)
         self.written(step)
         return nbytes
+
+    def discard_left(self, step: int) -> None:
+        """Do nothing: ``take`` has removed it."""
 
     @contextlib.contextmanager
     def removing(self, step: int) -> Iterator[Callable[[], None]]:

@@ -67,6 +67,12 @@ class _Attempt(NamedTuple):
         # Some stores show a file at once, empty, and not when all of it is written.
         return bool(self.sizes.get(MANIFEST))
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process ran on this host and is dead."""
+        found = _ATTEMPT.fullmatch(self.folder.rpartition("/")[2])
+        return found is not None and is_dead(found)
+
 
 class Store:
     """The copies of steps at a URL of fsspec.
@@ -298,11 +304,21 @@ class Store:
             if named is None or step >= named or not self._attempts(named):
                 self.name(step)
         for each in after:
-            found = _ATTEMPT.fullmatch(each.folder.rpartition("/")[2])
-            dead = found is not None and is_dead(found)
-            if each.folder != folder and (each.complete or dead or not each.number):
+            replaced = each.complete or each.is_dead or not each.number
+            if each.folder != folder and replaced:
                 self._remove(each)
         return nbytes
+
+    def discard_left(self, step: int) -> None:
+        """Remove the unfinished attempts of processes of this host that have died.
+
+        Whether one of another host goes on cannot be seen from here.
+        """
+        left = [a for a in self._attempts(step) if a.is_dead and not a.complete]
+        for each in left:
+            self._remove(each)
+        if left:
+            self._files.remove_folder(f"step-{step}")
 
     @contextlib.contextmanager
     def removing(self, step: int) -> Iterator[Callable[[], None]]:
