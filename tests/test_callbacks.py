@@ -17,7 +17,7 @@ import pytest
 
 import nvmeio
 from children import run_child
-from helpers import BLOCK, no_descriptors, pattern
+from helpers import BLOCK, SLOW, no_descriptors, pattern, plugged
 from nvmeio._events import caller as _caller
 
 CALLER = "nvmeio-callbacks"
@@ -134,6 +134,31 @@ def test_a_callback_that_raises_is_logged(open_handle, path, caplog):
 def test_the_thread_ends_when_there_is_nothing_to_call(tmp_path):
     report = run_child("callbacks_alone", folder=str(tmp_path)).report
     assert report == {"during": True, "after": False, "again": True}
+
+
+def test_drain_waits_for_a_callback_beside_one_that_was_called_at_once(open_handle, path):
+    path.write_bytes(pattern(BLOCK))
+    handle, called = open_handle(**SLOW), []
+    begun, held = threading.Event(), threading.Event()
+
+    def hold(request):
+        begun.set()
+        held.wait()
+        called.append(request)
+
+    with plugged(handle, path.parent):
+        request = handle.submit_read(bytearray(BLOCK), path)
+        request.add_done_callback(hold)
+    try:
+        assert begun.wait(60)
+        request.add_done_callback(lambda _: called.append("at once"))
+        assert called == ["at once"]
+        with pytest.raises(TimeoutError):
+            handle.drain(timeout=0.1)
+    finally:
+        held.set()
+    handle.drain()
+    assert called == ["at once", request]
 
 
 def test_drain_waits_for_callbacks_and_their_requests(open_handle, path):

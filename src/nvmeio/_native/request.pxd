@@ -41,6 +41,7 @@ cdef class Request:
     cdef uint32_t generation   # fork_generation() of the process that made it
     cdef readonly object _workers  # the Workers that execute it; waiters watch them
     cdef list callbacks        # not yet called, or None; see _listen()
+    cdef int callers           # how many threads are in call_all()
     cdef list before           # the Requests of `after=`; None once finished: predecessor()
 
     # Submit to the handle, which holds this object until handle_pop() returns it.

@@ -539,8 +539,8 @@ cdef class Request:
         if not self.finished:
             CALLER.call_when_done(self)
             if self.finished:
-                # Another thread has called it meanwhile.
-                forget_call(self)
+                # Another thread may have called it meanwhile.
+                forget_if_called(self)
 
     def _listen(self, fn):
         """Call a function in the thread that sees that the request is done."""
@@ -835,8 +835,11 @@ cdef int call_all(Request request) except -1:
     An Exception is logged; any other BaseException is raised once all were called.  The
     list needs no lock: a thread pops a callback before it calls it.
     """
-    cdef list callbacks = callbacks_of(request)
+    cdef list callbacks
     cdef set calling = CALLER.calling
+    with cython.critical_section(request):
+        callbacks = request.callbacks
+        request.callers += 1
     interruption = None
     thread = PyThread_get_thread_ident()
     nested = thread in calling
@@ -855,10 +858,20 @@ cdef int call_all(Request request) except -1:
             interruption = error
     if not nested:
         calling.discard(thread)
-    forget_call(request)
+    with cython.critical_section(request):
+        request.callers -= 1
+    forget_if_called(request)
     if interruption is not None:
         raise interruption
     return 0
+
+
+cdef int forget_if_called(Request request) except -1:
+    """Do so unless a thread is calling one, or is about to."""
+    cdef bint called
+    with cython.critical_section(request):
+        called = request.callers == 0 and not request.callbacks
+    return forget_call(request) if called else 0
 
 
 cdef int forget_call(Request request) except -1:
