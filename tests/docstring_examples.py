@@ -34,15 +34,20 @@ def examples(*packages):
     return [name for name, needed in found.values() if needed == {*packages}]
 
 
+def imported_by(documented):
+    """Return the packages that an example imports."""
+    return {*re.findall(r">>> (?:import|from) (\w+)", documented)}
+
+
 def needed_by(documented):
     """Return the packages of ELSEWHERE that an example imports."""
-    return ELSEWHERE.intersection(re.findall(r">>> (?:import|from) (\w+)", documented))
+    return imported_by(documented).intersection(ELSEWHERE)
 
 
 def run_example(name, folder, monkeypatch):
     """Run the example of a name in a folder, with ``np`` and ``nvmeio`` imported."""
     documented = pkgutil.resolve_name(name).__doc__
-    for package in needed_by(documented):
+    for package in imported_by(documented).intersection({"torch", *ELSEWHERE}):
         pytest.importorskip(package, reason=f"{package} is not installed")
     # Cycles that other tests have left may hold memory of the pool, some through tensors,
     # which go only at the second time.
