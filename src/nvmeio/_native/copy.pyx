@@ -1,7 +1,8 @@
 """Copy between arrays and tensors, with the C library's kernels on several threads.
 
-This module has the only prange.  A wheel finds its threads by gomp.h instead.  If either side is not contiguous, numpy or the tensors'
-library copies.  The C library chooses the kernel.
+This module has the only prange.  A wheel finds its threads by gomp.h instead.  If either
+side is not contiguous, numpy or the tensors' library copies.  The C library chooses the
+kernel.
 """
 
 import numpy
@@ -410,7 +411,8 @@ cdef void copy_shares(Job *job, int member) noexcept nogil:
             at = atomic_fetch_add(&job.following[share], 1) * job.chunk
             if at < end * job.chunk:
                 c_copy.copy_part(
-                    job.target + at, job.source + at, min(job.chunk, job.size - at), job.size
+                    job.target + at, job.source + at,
+                    min(job.chunk, job.size - at), job.size,
                 )
     if member == 0:
         job.worked = now_ns()

@@ -5,6 +5,7 @@ memory, open_files.pyx its file, and workers.pyx the workers that execute it.
 """
 
 import atexit
+import importlib
 import threading
 import weakref
 
@@ -1033,7 +1034,7 @@ cdef class Handle:
 
     async def __aenter__(self):
         # What __aexit__() needs: then there may be no descriptor for the module's file.
-        import nvmeio._events.event_loop
+        importlib.import_module("nvmeio._events.event_loop")
         return self.__enter__()
 
     async def __aexit__(self, *exc_info):

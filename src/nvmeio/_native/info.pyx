@@ -71,7 +71,8 @@ def build_info() -> dict:
     if openmp["built"] and not has_threads():
         openmp["built"] = False
         openmp["reason"] = (
-            "libgomp.so.1 was not found: install libgomp1 (Debian, Ubuntu) or libgomp (Fedora)"
+            "libgomp.so.1 was not found: install libgomp1 (Debian, Ubuntu) or libgomp "
+            "(Fedora)"
         )
     return {**record, "engines": engines()}
 
