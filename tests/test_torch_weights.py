@@ -713,6 +713,30 @@ def test_functional_call_uses_the_weights(tmp_path):
     assert torch.equal(found, expected)
 
 
+class Plus(nn.Module):
+    """Adds what is trained to a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.delta = nn.Parameter(torch.ones(WIDTH, 1))
+
+    def forward(self, weight):
+        return weight + self.delta
+
+
+def test_a_parametrization_begins_with_a_weight_on_the_drive(tmp_path):
+    model, path, x = made("linear", tmp_path)
+
+    def trained(model):
+        nn.utils.parametrize.register_parametrization(model[2], "weight", Plus())
+        found = results(model, x)
+        return *found, model[2].parametrizations.weight[0].delta.grad
+
+    expected = trained(copy.deepcopy(model))
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    assert_equal(trained(model), expected)
+
+
 def arrange(numbers, tensor, lazy, steps):
     """Do the same random operations to a tensor and to one without values."""
     for _ in range(steps):

@@ -177,6 +177,9 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         traits = _TRAITS.get(func) or _Traits(func)
         if traits.is_later and type(first) is cls and first._stays(options):
             return first._later(func, args[1:], options)
+        if func is aten.set_.source_Tensor and _are_one(*args):
+            # A parametrization begins so.
+            return first
         for position, name in traits.written:
             target = args[position] if position < len(args) else options.get(name)
             for each in target if isinstance(target, (list, tuple)) else [target]:
@@ -272,6 +275,15 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     def data(self, value: Any) -> None:
         if value is not self:
             self._refuse("changed through .data")
+
+
+def _are_one(one: Any, other: Any) -> bool:
+    """Return whether two tensors are the same weight."""
+    return (
+        type(one) is type(other) is DiskParameter
+        and one._made is other._made is None
+        and one._weight is other._weight
+    )
 
 
 def _rows_of(function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
