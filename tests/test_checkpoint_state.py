@@ -272,6 +272,24 @@ def test_a_scheduler_with_a_counter_resumes(checkpointer):
     assert scheduler.milestones[4] == 2
 
 
+def test_buffers_come_back_as_buffers(checkpointer):
+    values = torch.randn(3)
+    state = {
+        "kept": torch.nn.Buffer(values),
+        "transient": torch.nn.Buffer(values[:2], persistent=False),
+        "tensor": torch.randn(3),
+    }
+    found = through(checkpointer, state)
+    assert same(found, state)
+    module = torch.nn.Module()
+    for name, tensor in found.items():
+        setattr(module, name, tensor)
+    assert [name for name, _ in module.named_buffers()] == ["kept", "transient"]
+    assert list(module.state_dict()) == ["kept"]
+    found["kept"].zero_()
+    assert not found["transient"].any()
+
+
 def test_parameters_and_requires_grad_are_restored(checkpointer):
     state = {
         "parameter": torch.nn.Parameter(torch.randn(3)),

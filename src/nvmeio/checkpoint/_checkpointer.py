@@ -247,10 +247,10 @@ class Checkpointer:
         Notes
         -----
         Tensors that share memory in the state share memory when they are restored.  Of a
-        view, only its own bytes are saved.  Tensors are restored contiguous and on the CPU;
-        Parameters stay Parameters, and requires_grad is kept.  A torch.nn.Buffer is
-        restored as a plain tensor, and other attributes of tensors are not saved.  The
-        storages of restored tensors may not be resizable; those of their clones are.
+        view, only its own bytes are saved.  Tensors are restored on the CPU, without gaps,
+        with their elements in the same order in memory.  Parameters stay Parameters,
+        Buffers stay Buffers, and requires_grad is kept.  torch cannot resize the storage of
+        most restored tensors, but that of their clone().
         """
         with self._alone():
             plan = self._plan(step, state, metadata)

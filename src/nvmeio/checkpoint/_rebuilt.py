@@ -23,7 +23,7 @@ from nvmeio.checkpoint._tree import path_of
 
 __all__ = ["Part", "in_order", "part_of", "rebuild", "same_memory"]
 
-_FLAGS = ("parameter", "requires_grad")
+_FLAGS = ("parameter", "buffer", "transient", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "strides", "view", "device", *_FLAGS}
 _EXTENT_MAX = (1 << 63) - 1
 # The limit of numpy and of torch.
@@ -276,6 +276,11 @@ def _with_flags(part: Part, tensor: Any) -> Any:
     wants = "requires_grad" in part.flags
     if "parameter" in part.flags:
         return torch_module().nn.Parameter(tensor, requires_grad=wants)
+    if "buffer" in part.flags:
+        make = getattr(torch_module().nn, "Buffer", None)
+        # Before torch 2.5 there is no such class.
+        if make is not None:
+            tensor = make(tensor, persistent="transient" not in part.flags)
     return tensor.requires_grad_() if wants else tensor
 
 

@@ -324,6 +324,11 @@ def _describe(leaf: Leaf, name: str) -> None:
     torch = sys.modules["torch"]
     if isinstance(value, torch.nn.Parameter):
         node["parameter"] = True
+    # torch marks a Buffer, whose class is Tensor.
+    if getattr(value, "_is_buffer", False):
+        node["buffer"] = True
+        if not getattr(value, "persistent", True):
+            node["transient"] = True
     if value.requires_grad:
         node["requires_grad"] = True
     if value.device.type != "cpu":
