@@ -91,7 +91,9 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
     -----
     All ranks must read the same ``.metadata``.  If it differs between them, because they
     name different steps or see an old state of a shared folder, loading raises on all ranks
-    before any tensor is changed.
+    before any tensor is changed.  Of a save with ``use_collectives=False`` each rank reads
+    its own metadata, and nothing compares them: if a folder has files of two such saves,
+    the ranks load a mixture without an error.  Save to a new folder each time.
 
     A rank reads only the bytes that it needs, many at once.  They are read directly into
     its tensors if these are contiguous, on the CPU and of the same dtype as in the file.
