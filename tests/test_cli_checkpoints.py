@@ -95,13 +95,22 @@ def test_the_folder_of_a_step_is_no_root(root):
     assert "it is the folder of step 10; its ROOT is the folder above" in found.err
 
 
-@pytest.mark.parametrize("kind", ["empty", "missing"])
+@pytest.mark.parametrize("kind", ["empty", "missing", "link", "file"])
 def test_a_folder_without_checkpoints(tmp_path, kind):
     path = tmp_path if kind == "empty" else tmp_path / "no"
+    if kind == "link":
+        path.symlink_to("gone")
+    elif kind == "file":
+        path.touch()
     found = call_nvmeio("checkpoints", path)
     assert found.status == 1
     assert ("0 steps, 0 complete" in found.out) == (kind == "empty")
-    assert ("there is no such folder" in found.err) == (kind == "missing")
+    assert {
+        "empty": "",
+        "missing": "there is no such folder",
+        "link": "it is a symbolic link to 'gone', which does not exist",
+        "file": "it is not a folder",
+    }[kind] in found.err
 
 
 def test_verify_reads_all_of_each_step(root):

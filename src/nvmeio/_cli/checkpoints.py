@@ -36,7 +36,7 @@ def configure(parser: Parser) -> None:
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
     """List the steps; return 1 if one is damaged or there is none."""
     if not os.path.isdir(options.root):
-        raise CommandError(f"{options.root}: there is no such folder")
+        raise CommandError(f"{options.root}: {what_is_in(options.root)}")
     checkpointer = Checkpointer(options.root)
     steps = checkpointer._steps.root.steps()
     if not steps and (one := step_of(options.root)):
