@@ -19,12 +19,13 @@ import pytest
 from children import Child
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
-from nvmeio._publish.names import _host, temporary_name
+from nvmeio._publish.names import _host, _start_of, temporary_name
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._saving import Plan
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -116,7 +117,8 @@ def save(root, far, *steps, **options):
     with Checkpointer(root, drain_to=far, **options) as saver:
         for step in steps:
             saver.save(step, {"w": np.full(5000, step)})
-            saver.drained.result()
+            if far is not None:
+                saver.drained.result()
 
 
 def value(found):
@@ -171,21 +173,25 @@ def test_a_strangers_folder_is_not_replaced_pruned_or_removed(tmp_path, stranger
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
 @pytest.mark.parametrize(
-    ("name", "is_folder", "words"),
+    ("mode", "name", "is_folder", "words"),
     [
-        ("step-99", True, ["step 99 is skipped: .* is another user's"]),
-        (".nvmeio-latest", False, []),
+        (0o1777, "step-99", True, ["step 99 is skipped: .* is another user's"]),
+        (0o777, "step-99", True, ["step 99 is skipped: .* is another user's"]),
+        (0o1777, ".nvmeio-latest", False, []),
         # As of a process of this host that has died.
-        (f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
+        (0o1777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
+        (0o777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
     ],
-    ids=["step", "newest", "unfinished"],
+    ids=["step", "shared step", "newest", "unfinished", "shared unfinished"],
 )
-def test_what_another_user_has_planted_is_passed_over(tmp_path, name, is_folder, words):
+def test_what_another_user_has_planted_is_passed_over(
+    tmp_path, mode, name, is_folder, words
+):
     """In a folder such as /tmp, where this user can neither read nor remove it."""
     # As root, so that nothing need be imported later.
     save(tmp_path, tmp_path / "far", 1)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o1777)
+        os.chmod(folder, mode)
         planted = Path(folder, name)
         planted.mkdir() if is_folder else planted.write_bytes(b"step-99\n")
         planted.chmod(0)
@@ -206,6 +212,91 @@ def test_what_another_user_has_planted_is_passed_over(tmp_path, name, is_folder,
             os.seteuid(0)
         found = planted.stat()
         assert (found.st_uid, found.st_mode & 0o777) == (1001, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
+def test_steps_of_another_user_are_neither_replaced_nor_removed(tmp_path):
+    """In a folder such as /tmp, not even by root; one that can be read is restored."""
+    tmp_path.chmod(0o1777)
+    save(tmp_path, None, 1, 2, 20)
+    for path in (*tmp_path.glob("step-*"), *tmp_path.glob("step-*/*")):
+        os.chown(path, 1001, 1001)
+    with Checkpointer(tmp_path, keep=1) as saver:
+        assert value(saver.restore()) == 20
+        for refused in (lambda: saver.save(20, {}), lambda: saver.remove(20)):
+            with pytest.raises(FileExistsError, match="it is another user's"):
+                refused()
+        with pytest.warns(RuntimeWarning, match="restore\\(\\) reads step 20"):
+            saver.save(3, 3)
+        saver.save(4, 4)
+        assert saver.steps() == [1, 2, 4, 20]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
+@pytest.mark.parametrize("name", FILES)
+def test_a_step_with_files_that_cannot_be_read_is_none(tmp_path, name):
+    save(tmp_path / "near", None, 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        planted = Path(folder, "step-99")
+        shutil.copytree(tmp_path / "near" / "step-1", planted)
+        planted.chmod(0o755)
+        (planted / name).chmod(0)
+        for path in (planted, *planted.iterdir()):
+            os.chown(path, 1001, 1001)
+        os.seteuid(1002)
+        try:
+            with Checkpointer(folder) as saver:
+                saver.save(2, 2)
+                assert (saver.latest(), saver.steps()) == (2, [2])
+                with pytest.warns(RuntimeWarning, match="step 99 is skipped"):
+                    assert saver.restore() == 2
+        finally:
+            os.seteuid(0)
+
+
+def test_unfinished_files_that_are_no_steps_stay(tmp_path):
+    """And those of a process of this host that runs."""
+    of_us = temporary_name("step-9").split(".")[2]
+    of_one = f"{_host()}-1-{_start_of(1)}-01234567"
+    stay = {f".step-5.npy.{of_us}.nvmeio-tmp", f".step-5.{of_one}.nvmeio-tmp"}
+    stay.add(f"..nvmeio-latest.npy.{of_us}.nvmeio-tmp")
+    goes = {".step-5.elsewhere-1-1-01234567.nvmeio-tmp", f".step-9.{of_us}.nvmeio-tmp"}
+    for name in stay | goes:
+        (tmp_path / name).mkdir()
+    save(tmp_path, None, 1)
+    assert {each for each in os.listdir(tmp_path) if each.endswith("-tmp")} == stay
+
+
+def test_a_root_that_is_not_mounted_is_not_empty(tmp_path):
+    """A program that begins anew where there is no checkpoint must not do so then."""
+    (tmp_path / "root").symlink_to("elsewhere")
+    saver = Checkpointer(tmp_path / "root")
+    for look in (saver.latest, saver.steps, saver.restore):
+        with pytest.raises(OSError, match="which does not exist") as told:
+            look()
+        assert not isinstance(told.value, FileNotFoundError)
+    save(tmp_path / "near", None, 1)
+    (tmp_path / "new").mkdir()
+    saver = Checkpointer(tmp_path / "new", drain_to=tmp_path / "root")
+    with (
+        pytest.warns(RuntimeWarning, match="which does not exist"),
+        pytest.raises(OSError, match="which does not exist"),
+    ):
+        saver.restore()
+
+
+@pytest.mark.parametrize("name", ["step-3", "step-3/copies", "file:{}/step-3"])
+def test_a_target_in_a_step_is_refused(tmp_path, name):
+    target = name.format(tmp_path) if "{" in name else tmp_path / name
+    with pytest.raises(ValueError, match="in a step of the root"):
+        Checkpointer(tmp_path, drain_to=target)
+
+
+@pytest.mark.parametrize("target", ["file:x", "file://localhost/x", "local:x", "file://"])
+def test_a_path_in_a_url_must_be_absolute(tmp_path, target):
+    with pytest.raises(ValueError, match="must be absolute"):
+        Checkpointer(tmp_path, drain_to=target)
 
 
 def test_unfinished_uploads_of_the_dead_are_pruned(tmp_path):
@@ -266,7 +357,7 @@ def test_copies_leave_strangers_alone(tmp_path, far, stranger):
     assert theirs.items() <= contents(far).items()
     if isinstance(far, str):
         # An object store has room for both, beside each other.
-        with pytest.warns(RuntimeWarning, match="step 17 exists"):
+        with pytest.warns(RuntimeWarning, match=r"restore\(\) reads step 17"):
             save(tmp_path / "c", far, 10)
         new = Checkpointer(tmp_path / "new", drain_to=far)
         assert new.steps() == [10, 16, 17]
@@ -275,7 +366,7 @@ def test_copies_leave_strangers_alone(tmp_path, far, stranger):
         assert theirs.items() <= contents(far).items()
         return
     saver = Checkpointer(tmp_path / "c", drain_to=far)
-    with pytest.warns(RuntimeWarning, match="step 17 exists"):
+    with pytest.warns(RuntimeWarning, match=r"restore\(\) reads step 17"):
         saver.save(10, {})
     with pytest.raises(FileExistsError, match=words):
         saver.drained.result()
@@ -861,7 +952,7 @@ def test_a_step_that_was_pruned_before_its_copy_is_no_error(tmp_path, held_drain
     with Checkpointer(tmp_path / "near", drain_to=tmp_path / "far", keep=1) as saver:
         saver.save(5, {"w": np.full(5000, 5)})
         assert begun.wait(20)
-        with pytest.warns(RuntimeWarning, match="step 5 exists"):
+        with pytest.warns(RuntimeWarning, match=r"restore\(\) reads step 5"):
             saver.save(3, {"w": np.full(5000, 3)})
         assert saver.prune() == [3]
         go_on.set()
@@ -939,10 +1030,26 @@ def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
                 assert "were not removed" in str(raised.pop())
             saver.drained.result()
             monkeypatch.setattr(_roots, "set_aside", set_aside)
-            with pytest.raises(RuntimeWarning, match="step 2 exists"):
+            with pytest.raises(RuntimeWarning, match=r"restore\(\) reads step 2"):
                 getattr(saver, way)(0, 0)
     assert Checkpointer(tmp_path / "near").steps() == [0, 2]
     assert {0, 2} <= {*Checkpointer(tmp_path / "far").steps()}
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_warnings_that_are_errors_hide_no_error(tmp_path, monkeypatch, way):
+    def full(plan, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path) as saver:
+        saver.save(9, 9)
+        monkeypatch.setattr(Plan, "stage" if way == "save_async" else "write", full)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(OSError, match="No space left") as told:
+                getattr(saver, way)(5, {"w": np.ones(3)})
+        if sys.version_info >= (3, 11):
+            assert "step 5 is not the newest" in told.value.__notes__[-1]
 
 
 def test_a_step_that_another_removes_meanwhile_is_gone(tmp_path, monkeypatch):

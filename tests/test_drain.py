@@ -667,7 +667,9 @@ def test_a_removed_step_does_not_come_back(tmp_path, far):
     assert other.steps() == [200]
     with pytest.raises(FileNotFoundError):
         other.remove(210)
-    with pytest.warns(RuntimeWarning, match="step 3 is saved, but step 200 exists"):
+    with pytest.warns(
+        RuntimeWarning, match=r"step 3 is not the newest: restore\(\) reads step 200"
+    ):
         other.save(3, state_of(3))
     other.close()
 

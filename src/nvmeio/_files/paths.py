@@ -16,6 +16,7 @@ __all__ = [
     "dangling",
     "exists_now",
     "has_name",
+    "is_anothers",
     "is_strangers",
     "is_within",
     "leads_to",
@@ -181,10 +182,13 @@ def is_strangers(path: str, folder: str) -> bool:
 
     Anybody may make names there, and the owner is neither this user nor the folder's.
     """
-    around, sticky = os.stat(folder), stat.S_ISVTX | stat.S_IWOTH
-    if around.st_mode & sticky != sticky:
-        return False
+    sticky = stat.S_ISVTX | stat.S_IWOTH
+    return os.stat(folder).st_mode & sticky == sticky and is_anothers(path, folder)
+
+
+def is_anothers(path: str, folder: str) -> bool:
+    """Return whether a name belongs to neither this user nor the folder's owner."""
     try:
-        return os.lstat(path).st_uid not in (os.geteuid(), around.st_uid)
+        return os.lstat(path).st_uid not in (os.geteuid(), os.stat(folder).st_uid)
     except FileNotFoundError:
         return False

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import stat
+from collections.abc import Callable
 
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
@@ -19,6 +20,7 @@ from nvmeio._publish.names import (
     OwnerOf,
     is_dead,
     is_left,
+    is_of_living,
     remove_left,
     renaming,
     temporary_name,
@@ -213,15 +215,17 @@ def put_back(folder: str, names: list[str]) -> bool:
     return True
 
 
-def remove_unfinished(folder: str, prefixes: tuple[str, ...], *, own: bool) -> None:
-    """Remove what is unfinished, of any host, whose final names begin with a prefix.
+def remove_unfinished(folder: str, named: Callable[[str], bool], *, own: bool) -> None:
+    """Remove what is unfinished, of any host, whose final names are chosen.
 
     The caller holds the lock that lets no other process write such names.  With `own`,
     remove only those of this process that it does not use any more.
     """
 
     def chosen(found: OwnerOf) -> bool:
-        return found["name"].startswith(prefixes) and (not own or is_left(found))
+        if not named(found["name"]):
+            return False
+        return is_left(found) or not (own or is_of_living(found))
 
     removed, failed = remove_left(folder, chosen)
     for path in removed:

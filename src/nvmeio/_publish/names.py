@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import opened
-from nvmeio._files.paths import is_strangers, naming
+from nvmeio._files.paths import is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
-__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left"]
+__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
 __all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
@@ -121,6 +121,11 @@ def is_dead(found: OwnerOf) -> bool:
     return _host() == found["host"] and (now < 0 or (now != then and 0 not in (now, then)))
 
 
+def is_of_living(found: OwnerOf) -> bool:
+    """Return whether the process of a temporary name runs on this host."""
+    return _host() == found["host"] and not is_dead(found)
+
+
 def is_left(found: OwnerOf) -> bool:
     """Return whether a temporary name is of this process, and nothing uses it any more."""
     process = os.getpid()
@@ -148,7 +153,8 @@ def remove_left(
         except FileNotFoundError:
             continue
         except OSError as error:
-            failed = failed or error
+            if error.errno != errno.EACCES or not is_anothers(entry.path, folder):
+                failed = failed or error
     return removed, failed
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
-from nvmeio._files.kinds import MANIFEST
+from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._files.paths import absolute_folder
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
@@ -158,9 +158,12 @@ class Checkpointer:
             raise ValueError("drain_to is ''; it must be a folder or a URL, or None")
         if self.drain_to is not None and (path := local_path(self.drain_to)) is not None:
             self.drain_to = path
-            if os.path.realpath(self.drain_to) == os.path.realpath(self.root):
+            root = os.path.realpath(self.root)
+            within = os.path.relpath(os.path.realpath(self.drain_to), root)
+            if within == "." or STEP.fullmatch(within.partition("/")[0]):
+                what = "the root itself" if within == "." else "in a step of the root"
                 raise ValueError(
-                    f"drain_to is {self.drain_to!r}, the root itself; choose another folder"
+                    f"drain_to is {self.drain_to!r}, {what}; choose another folder"
                 )
         self.restored: int | None = None
         self._closed = False
@@ -260,9 +263,11 @@ class Checkpointer:
                 self._begin(plan.step, words)
                 path = self._carry_out(plan, None, words)
                 self._tell(f"{path} was saved nevertheless")
-                return path
-            finally:
-                _warn(words)
+            except BaseException as error:
+                _warn(words, error)
+                raise
+            _warn(words)
+            return path
 
     # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
     # check for None.
@@ -334,9 +339,11 @@ class Checkpointer:
                 self._begin(plan.step, words)
                 future = self._start(plan, stage)
                 self._tell(f"the save of step {plan.step} goes on nevertheless")
-                return future
-            finally:
-                _warn(words)
+            except BaseException as error:
+                _warn(words, error)
+                raise
+            _warn(words)
+            return future
 
     def _start(self, plan: Plan, stage: bool) -> SaveFuture:
         """Carry out a plan in a new thread."""
@@ -405,9 +412,8 @@ class Checkpointer:
             words.append(f"a step was saved but not copied to {self.drain_to}: {failed}")
         if newest > step:
             words.append(
-                f"step {step} is saved, but step {newest} exists: restore() reads the "
-                f"newer step, and {step} is pruned first; call remove({newest}) if it is "
-                "obsolete"
+                f"step {step} is not the newest: restore() reads step {newest}, and "
+                f"{step} is pruned first; call remove({newest}) if that is obsolete"
             )
 
     def _newest_copy(self, words: list[str]) -> int:
@@ -947,8 +953,11 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def _warn(words: Iterable[str]) -> None:
-    """Warn the caller's caller of each; if warnings are errors, raise the first."""
+def _warn(words: Iterable[str], other: BaseException | None = None) -> None:
+    """Warn the caller's caller of each; if warnings are errors, raise the first.
+
+    Not in place of another error, whose notes say it then.
+    """
     failed: Warning | None = None
     for each in words:
         try:
@@ -957,7 +966,9 @@ def _warn(words: Iterable[str]) -> None:
             if failed is not None and hasattr(failed, "add_note"):
                 failed.add_note(f"also: {error}")
             failed = failed or error
-    if failed is not None:
+            if other is not None and hasattr(other, "add_note"):
+                other.add_note(each)
+    if failed is not None and other is None:
         raise failed
 
 

@@ -83,10 +83,15 @@ class Place(Protocol):
 def local_path(target: Path) -> str | None:
     """Return the absolute path of a folder; None if the target is a URL of a store."""
     name = os.fsdecode(path_of(target))
-    protocol, separator, rest = name.partition("://")
-    if separator and protocol not in ("file", "local"):
-        return None
-    return absolute_folder("target", rest if separator else name)
+    protocol, colon, rest = name.partition(":")
+    if not colon or protocol not in ("file", "local"):
+        return None if "://" in name else absolute_folder("target", name)
+    path = rest.removeprefix("//")
+    if not path.startswith("/"):
+        raise ValueError(
+            f"target is {name!r}; a path in a URL must be absolute, as in file:///folder"
+        )
+    return absolute_folder("target", path)
 
 
 def place_of(target: Path) -> Place:

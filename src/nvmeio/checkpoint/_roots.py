@@ -13,7 +13,7 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import exists_now, is_strangers, naming
+from nvmeio._files.paths import dangling, exists_now, is_anothers, is_strangers, naming
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
@@ -108,6 +108,9 @@ class StepPlace(Protocol):
     def discard_left(self, step: int) -> None:
         """Remove what dead processes of this host have left unfinished of a step."""
 
+    def is_anothers(self, step: int) -> bool:
+        """Return whether another user may have planted a step, which does not count."""
+
     def removing(
         self, step: int
     ) -> "contextlib.AbstractContextManager[Callable[[], None]]":
@@ -138,6 +141,8 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
     if len(steps) <= left:
         return []
     for index, step in enumerate(steps):
+        if place.is_anothers(step):
+            continue
         if left:
             again = index < _LOOKED_AT_AGAIN
             left -= step == saved or place.was_complete(step, again=again)
@@ -199,6 +204,8 @@ def not_ours(folder: str) -> str | None:
         return None
     if not stat.S_ISDIR(mode):
         return "it is a symbolic link" if stat.S_ISLNK(mode) else "it is not a folder"
+    if is_strangers(folder, os.path.dirname(folder)):
+        return "it is another user's"
     try:
         with os.scandir(folder) as entries:
             is_file = {e.name: not e.is_dir(follow_symlinks=False) for e in entries}
@@ -260,9 +267,18 @@ def _beginning(path: str, nbytes: int) -> bytes:
             errno.ENXIO,
         ):
             return b""
-        if error.errno == errno.EACCES and is_strangers(path, os.path.dirname(path)):
+        if error.errno == errno.EACCES and _is_anothers(path):
             return b""
         raise
+
+
+def _is_anothers(path: str) -> bool:
+    """Return whether a file, or the folder that has it, is another user's."""
+    folder = os.path.dirname(path)
+    try:
+        return is_anothers(path, folder) or is_anothers(folder, os.path.dirname(folder))
+    except PermissionError:
+        return True
 
 
 def require_ours(folder: str, found: str | None = None, doing: str = "replaced") -> None:
@@ -292,6 +308,10 @@ class StepFolder(Unfinished):
         except FileExistsError:
             super()._replace(path, target)
             raise
+
+
+def _is_name_of_ours(name: str) -> bool:
+    return name == LATEST or STEP.fullmatch(name) is not None
 
 
 def _identity_of(path: str) -> Identity | None:
@@ -329,6 +349,9 @@ class Root:
             names = os.listdir(self.where)
             return os.listdir(self.where) if put_back(self.where, names) else names
         except FileNotFoundError:
+            if (words := dangling(self.where)) is not None:
+                # Such as a place that is not mounted: nobody knows what is there.
+                raise OSError(errno.ESTALE, words, self.where) from None
             return []
 
     def steps(self) -> list[int]:
@@ -421,6 +444,7 @@ class Root:
                 raise GoneError
             try:
                 with Held(folder, step) as held:
+                    self._refuse_hidden(folder)
                     return read(held)
             except MovedError:
                 continue
@@ -431,7 +455,7 @@ class Root:
                     raise
                 raise CheckpointError(f"{name} is missing") from None
             except PermissionError as error:
-                if not is_strangers(folder, self.where):
+                if not is_anothers(folder, self.where):
                     raise
                 words = f"cannot be read, and is another user's: {error.strerror}"
                 raise CheckpointError(f"{folder} {words}") from None
@@ -449,6 +473,13 @@ class Root:
             return False
         ours = [name for name in names if name in FILES or final_name(name) in FILES]
         return bool(names) and not ours
+
+    def _refuse_hidden(self, folder: str) -> None:
+        """Raise PermissionError if another user's step has files that cannot be read."""
+        if is_anothers(folder, self.where):
+            for name in FILES:
+                with opened(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK):
+                    pass
 
     def forget_damage(self, step: int) -> None:
         """Count a step again, because all of it was read."""
@@ -476,8 +507,7 @@ class Root:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
-        prefixes = ("step-", LATEST)
-        remove_unfinished(self.where, prefixes, own=not self._lock.take())
+        remove_unfinished(self.where, _is_name_of_ours, own=not self._lock.take())
 
     def release(self) -> None:
         """Release the lock."""
@@ -494,6 +524,10 @@ class Root:
 
     def discard_left(self, step: int) -> None:
         """Do nothing: ``take`` has removed it."""
+
+    def is_anothers(self, step: int) -> bool:
+        """Return whether another user may have planted a step, which does not count."""
+        return is_strangers(self.folder(step), self.where)
 
     @contextlib.contextmanager
     def removing(self, step: int) -> Iterator[Callable[[], None]]:

@@ -309,6 +309,10 @@ class Store:
                 self._remove(each)
         return nbytes
 
+    def is_anothers(self, step: int) -> bool:
+        """Return False: a store has no owners."""
+        return False
+
     def discard_left(self, step: int) -> None:
         """Remove the unfinished attempts of processes of this host that have died.
 
