@@ -618,6 +618,20 @@ class TestProcesses:
                 pickle.loads(pickled)[0]
             assert caught.value.errno == errno.ESTALE
 
+    @pytest.mark.parametrize(
+        "content", [b"", b"<html>", None], ids=["empty", "html", "cut"]
+    )
+    def test_a_copy_refuses_what_is_no_such_file(self, file, content):
+        """With the same error as another array, which says that the file has changed."""
+        pickled = pickle.dumps(ArrayDataset(file))
+        if content is None:
+            os.truncate(file, 1000)
+        else:
+            nvmeio.write_file(content, file)
+        with pytest.raises(OSError, match=r"was replaced or changed .*rows\.npy") as caught:
+            pickle.loads(pickled)[0]
+        assert caught.value.errno == errno.ESTALE
+
     def test_threads_share_a_dataset(self, file, rows):
         dataset = pickle.loads(pickle.dumps(ArrayDataset(file)))
         barrier = threading.Barrier(6)

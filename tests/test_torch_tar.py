@@ -558,6 +558,18 @@ class TestSavedIndex:
         os.replace(other, path)
         assert samples_of(path)[150]["__key__"] == "new"
 
+    def test_files_of_no_sample_are_compared(self, tmp_path):
+        """However large: with another name they may belong to one."""
+        path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+        for one, name in ((path, "noext"), (other, "a.cls")):
+            large = [(each, b"x" * 9000) for each in ("first", name, "last")]
+            names = [("a.txt", b"a"), *large, ("b.txt", b"b")]
+            write(one, [member(*each, mtime=1) for each in names])
+            os.utime(one, (1e9, 1e9))
+        assert "cls" not in samples_of(path)[0]
+        os.replace(other, path)
+        assert samples_of(path)[0]["cls"] == b"x" * 9000
+
     def test_a_file_added_in_the_padding_is_found(self, tmp_path):
         path = write(tmp_path / "a.tar", [member("a.txt", b"text")])
         before = path.stat()

@@ -26,7 +26,7 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
-from nvmeio.torch.data._identity import Identity, identity_of, require_same
+from nvmeio.torch.data._identity import CHANGED, Identity, identity_of, require_same
 from nvmeio.torch.data._mapping import Mapping, Reopening, mapping_of
 
 if TYPE_CHECKING:
@@ -167,9 +167,16 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
     def _open_one(self, number: int) -> Any:
         """Open a source."""
         source = self._sources[number]
-        one = self._open(source) if isinstance(source, str | bytes) else source
-        if isinstance(source, Mapping | Reopening):
-            one = source.array()
+        try:
+            one = self._open(source) if isinstance(source, str | bytes) else source
+            if isinstance(source, Mapping | Reopening):
+                one = source.array()
+        except ValueError as error:
+            if number not in self._seen:
+                raise
+            path = source if isinstance(source, str | bytes) else source.path
+            words = f"{CHANGED}: {error}"
+            raise OSError(errno.ESTALE, words, path) from error
         if isinstance(one, ArrayFile):
             rows = one.shape[0] if one.shape else 1
             end = one.offset + rows * one._row_bytes
@@ -195,8 +202,8 @@ class StoredDataset(Dataset[Any], ABC):  # type: ignore[misc]  # mypy sees no ty
             return
         then, known = self._seen[number]
         if then != layout:
-            words = "the file was replaced or changed since the dataset was made: "
-            raise OSError(errno.ESTALE, f"{words}it is {layout}, and was {then}", file.path)
+            words = f"{CHANGED}: it is {layout}, and was {then}"
+            raise OSError(errno.ESTALE, words, file.path)
         require_same(file, known, may_grow=may_grow)
 
     def _why_empty(self) -> str:

@@ -10,7 +10,15 @@ from typing import NamedTuple
 from nvmeio._files.paths import naming
 from nvmeio._native.file import File
 
-__all__ = ["Identity", "Stamp", "checksum_of", "identity_of", "require_same", "stamp_of"]
+__all__ = [
+    "CHANGED",
+    "Identity",
+    "Stamp",
+    "checksum_of",
+    "identity_of",
+    "require_same",
+    "stamp_of",
+]
 
 # How many blocks are compared, and the size of each.
 _BLOCKS = 3
@@ -18,6 +26,10 @@ _BLOCK_BYTES = 4096
 
 # The coarsest times are those of FAT: a change within 2 s may leave the time as it is.
 _COARSE_NS = 2_000_000_000
+
+
+# How an error begins of a file that is not the one it was.
+CHANGED = "the file was replaced or changed since the dataset was made"
 
 
 class Stamp(NamedTuple):
@@ -71,7 +83,7 @@ def require_same(file: File, known: Identity, *, may_grow: bool) -> None:
         words = "it has other contents"
     else:
         return
-    words = f"the file was replaced or changed since the dataset was made: {words}"
+    words = f"{CHANGED}: {words}"
     raise OSError(errno.ESTALE, words, file.path)
 
 

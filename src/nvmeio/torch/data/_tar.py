@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.paths import absolute
+from nvmeio._files.paths import absolute_folder
 from nvmeio._files.tar import decoded
 from nvmeio._native.file import File
 from nvmeio.torch.data._identity import identity_of
@@ -168,7 +167,7 @@ def _saved_at(paths: list[str | bytes], index: bool | Path) -> list[str | None]:
     beside = [os.fsdecode(path) + SUFFIX for path in paths]
     if index is True:
         return list(beside)
-    folder = os.fsdecode(absolute(path_of(index)))
+    folder = absolute_folder("index", index)
     return [os.path.join(folder, _name_of(path)) for path in paths]
 
 

@@ -11,7 +11,7 @@ import time
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,8 @@ _BLOCK = 512
 _LARGE_BYTES = 4 << 20
 _SMALL_BYTES = 16 << 10
 _FAR_BYTES = 256 << 10
-# How much before each file is compared with what was indexed, and of how many at once.  An
-# extended header rarely has more.
+# How much between two files is compared with what was indexed without walking through it,
+# and between how many at once.  An extended header rarely has more.
 _GAP_BYTES = 4096
 _GAPS = 1024
 
@@ -139,20 +139,40 @@ class _Status(NamedTuple):
 
 
 def _headers_at(file: File, index: TarIndex) -> str:
-    """Return a checksum of what is between the files of samples: all the headers."""
+    """Return a checksum of all headers, which are between the files of samples."""
     ends = -(-(index.offsets + index.sizes) // _BLOCK) * _BLOCK
-    ends = np.append(0, ends)
-    begins = np.maximum(ends, np.append(index.offsets, file.size) - _GAP_BYTES)
-    # After the last file, what follows it: another one might have been added there.
-    begins[-1] = ends[-1]
-    sizes = np.minimum(np.append(index.offsets, file.size) - begins, _GAP_BYTES)
+    begins = np.append(0, ends)
+    until = np.append(index.offsets, file.size)
+    # Files that belong to no sample may be there too.
+    is_large = until - begins > _GAP_BYTES
+    sizes = np.where(is_large, 0, until - begins)
     checksum, memory = 0, np.empty(_GAP_BYTES * _GAPS, np.uint8)
     for first in range(0, len(begins), _GAPS):
         part = slice(first, first + _GAPS)
         filled = memory[: sizes[part].sum()]
         default_handle().gather(file, begins[part], sizes[part], filled)
         checksum = zlib.crc32(filled.data, checksum)
+    read = _Window(file).read
+    for number in np.flatnonzero(is_large).tolist():
+        checksum = _walked(file, read, begins[number], until[number], checksum)
     return f"{checksum:08x}"
+
+
+def _walked(
+    file: File, read: Callable[[int, int], bytes], begin: int, until: int, checksum: int
+) -> int:
+    """Add the headers of a part of an archive to a checksum."""
+
+    def seen(at: int, size: int) -> bytes:
+        nonlocal checksum
+        found = read(begin + at, size)
+        checksum = zlib.crc32(found, checksum)
+        return found
+
+    for member in Archive(file.path, file.size - begin, seen).members():
+        if begin + member.begin >= until:
+            break
+    return checksum
 
 
 # Bytes.
