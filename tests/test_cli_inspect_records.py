@@ -40,16 +40,23 @@ def test_an_index_of_megatron_is_listed(tmp_path):
         assert "truncated" in call_nvmeio("inspect", tmp_path / "tokens.idx").err
 
 
-def mds_folder(folder):
-    """Write an MDS shard of two samples, and its index."""
+def mds_folder(folder, samples=2):
+    """Write an MDS shard, and its index."""
     columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
     text = json.dumps(columns).encode()
-    begin = 4 * 4 + len(text)
-    table = np.array([2, begin, begin + 8, begin + 16], np.uint32).tobytes()
-    shard = table + text + np.arange(2).tobytes()
+    begin = 4 * (samples + 2) + len(text)
+    places = begin + 8 * np.arange(samples + 1)
+    table = np.append(samples, places).astype(np.uint32).tobytes()
+    shard = table + text + np.arange(samples).tobytes()
     (folder / "shard.00000.mds").write_bytes(shard)
     raw = {"basename": "shard.00000.mds", "bytes": len(shard), "hashes": {}}
-    described = {"samples": 2, "raw_data": raw, "format": "mds", "version": 2, **columns}
+    described = {
+        "samples": samples,
+        "raw_data": raw,
+        "format": "mds",
+        "version": 2,
+        **columns,
+    }
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [described]}))
     return folder / "shard.00000.mds"
 
@@ -64,6 +71,13 @@ def test_a_shard_and_a_folder_of_mds_are_listed(tmp_path):
         assert (member["name"], member["kind"]) == (shard.name, "2 samples")
     os.truncate(shard, shard.stat().st_size - 1)
     assert "an MDS shard that was truncated" in call_nvmeio("inspect", shard).err
+
+
+@pytest.mark.parametrize("samples", [91, 123, 640, 896, 0x8B1F])
+def test_a_shard_may_begin_like_another_file(tmp_path, samples):
+    """Like a text, a pickle or gzip: it begins with the number of its samples."""
+    found = listed(mds_folder(tmp_path, samples))
+    assert (found["format"], found["metadata"]["samples"]) == ("mds", samples)
 
 
 def tar_of(names, form=tarfile.GNU_FORMAT, **fields):

@@ -155,15 +155,17 @@ def file_contents(path: str) -> dict[str, Any]:
         raise CommandError(in_checkpoint(path))
     if head.startswith(b"PK\3\4"):
         return _zip(path)
-    for contents in (npy_contents, legacy_contents, tar_contents, megatron_contents):
+    # What proves itself by its structure, before what begins as others may.
+    for contents in (
+        *(npy_contents, legacy_contents, tar_contents),
+        *(megatron_contents, mds_contents),
+    ):
         if found := contents(path):
             return found
     if head[8:9] == b"{" or what is None:
         try:
             return tensors_in(path)
         except CommandError as error:
-            if found := mds_contents(path):
-                return found
             words = str(error).removeprefix(f"{path}: ")
             raise CommandError(
                 f"{path}: it is neither a .npy file nor a model file: {words}"
