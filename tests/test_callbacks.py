@@ -322,7 +322,8 @@ def test_a_request_is_refused_where_a_concurrent_future_is_needed(open_handle, p
     async def wait():
         await asyncio.wait([request])
 
-    with pytest.raises(TypeError, match=r"create_task\(request\.as_coroutine\(\)\)"):
-        asyncio.run(wait())
+    if sys.version_info >= (3, 11):  # before, asyncio.wait() took everything awaitable
+        with pytest.raises(TypeError, match=r"create_task\(request\.as_coroutine\(\)\)"):
+            asyncio.run(wait())
     assert not hasattr(request, "_condition")
     assert request.wait() == BLOCK
