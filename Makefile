@@ -44,7 +44,7 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 .PHONY: check-all mutants
 .PHONY: docs stress-short stress stress-long replay fuzz test-deepspeed test-models
 .PHONY: test-models-short test-formats test-distributed lint format sdist bench
-.PHONY: wheels test-wheels asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
+.PHONY: wheels test-wheels release-check asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
 # `make` alone lists the targets whose line has a description.
 help:
@@ -253,6 +253,10 @@ wheels: $(VENV)/.nvmeio-tools
 test-wheels: $(TESTS_INSTALLED)
 	scripts/setup-machine $(PY) debootstrap
 	PYTHONPATH=tests $(PY) scripts/test_wheels.py $(RELEASES)
+
+# CHECKS selects some, such as CHECKS='version tree'.
+release-check: $(DEV_INSTALLED) $(TESTS_INSTALLED)
+	PYTHONPATH=tests $(PY) scripts/release_check.py $(CHECKS)
 
 # BENCH is passed to run.py, such as BENCH='--dir /mnt/nvme'.  The charts and tables are made
 # even if a script fails, because the results say so.
