@@ -64,10 +64,9 @@ class TarDataset(RecordDataset):
     index is used as long as the archive has the same size and modification time; else it is
     replaced.  If the archive was moved, copied or given another mode since, or was changed
     less than 2 s before it was indexed, all headers are compared first, which is faster
-    than to index it.  Not found is a rewrite in place that leaves all times as they were,
-    or a change in front of the last 4 KiB before a file.  If the index cannot be saved, a
-    warning is logged.  In memory, it takes 20 bytes a file and 36 a sample, and the keys.
-    The archives must not change while the dataset is used.
+    than to index it.  Not found is a rewrite in place that leaves all times as they were.
+    If the index cannot be saved, a warning is logged.  In memory, it takes 20 bytes a file
+    and 36 a sample, and the keys.  The archives must not change while the dataset is used.
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
     for each archive that has samples of it.
