@@ -57,7 +57,9 @@ WORDS = {
 
 @pytest.mark.parametrize("name", sorted(WORDS.keys() - {"steps", "file"}))
 def test_a_checkpointer_names_the_kind_of_another_folder(folder, name):
-    with pytest.raises(FileNotFoundError, match=WORDS[name]):
+    # Nobody knows whether there is a checkpoint behind a link that leads nowhere.
+    kind = OSError if name == "link" else FileNotFoundError
+    with pytest.raises(kind, match=WORDS[name]):
         Checkpointer(folder / name).restore()
 
 

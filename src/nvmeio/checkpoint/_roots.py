@@ -204,8 +204,6 @@ def not_ours(folder: str) -> str | None:
         return None
     if not stat.S_ISDIR(mode):
         return "it is a symbolic link" if stat.S_ISLNK(mode) else "it is not a folder"
-    if is_strangers(folder, os.path.dirname(folder)):
-        return "it is another user's"
     try:
         with os.scandir(folder) as entries:
             is_file = {e.name: not e.is_dir(follow_symlinks=False) for e in entries}
@@ -214,6 +212,8 @@ def not_ours(folder: str) -> str | None:
     except PermissionError:
         return what_is_in(folder)
     names = is_file.keys()
+    if names and is_strangers(folder, os.path.dirname(folder)):
+        return "it is another user's"
     others = [
         n for n in names if not (is_file[n] and (n in FILES or final_name(n) in FILES))
     ]
