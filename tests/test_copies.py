@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -1034,6 +1036,40 @@ def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
                 getattr(saver, way)(0, 0)
     assert Checkpointer(tmp_path / "near").steps() == [0, 2]
     assert {0, 2} <= {*Checkpointer(tmp_path / "far").steps()}
+
+
+def test_an_error_of_pruning_keeps_nothing_open(tmp_path, monkeypatch):
+    """Its traceback must not be part of a cycle, which only the collector frees."""
+
+    class Opened:
+        pass
+
+    known = []
+
+    def fail(root, step, *, again):
+        opened = Opened()
+        known.append(weakref.ref(opened))
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with Checkpointer(tmp_path, keep=1) as saver:
+        for step in (1, 2, 3):
+            save(tmp_path / "other", None, step)
+            shutil.copytree(tmp_path / "other" / f"step-{step}", tmp_path / f"step-{step}")
+        failing = [lambda root, step, *, again: step == 3, fail]
+        monkeypatch.setattr(
+            _roots.Root,
+            "was_complete",
+            lambda root, step, *, again: failing[step < 3](root, step, again=again),
+        )
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(OSError):
+                saver.prune()
+            assert len(known) == 2
+            assert [each() for each in known] == [None, None]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])

@@ -155,7 +155,11 @@ def remove_left(
         except OSError as error:
             if error.errno != errno.EACCES or not is_anothers(entry.path, folder):
                 failed = failed or error
-    return removed, failed
+    try:
+        return removed, failed
+    finally:
+        # Its traceback has this frame.
+        del failed
 
 
 def _is_nobodys(entry: "os.DirEntry[str]") -> bool:

@@ -134,5 +134,9 @@ def cleanup(folder: Path) -> list[str]:
     """
     removed, failed = remove_left(os.fsdecode(path_of(folder)), is_dead)
     if failed is not None:
-        raise failed
+        try:
+            raise failed
+        finally:
+            # Its traceback has this frame, and with it what the failed call had open.
+            del failed
     return removed

@@ -166,7 +166,11 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
             # The others can be removed nevertheless.
             failed = failed or error
     if failed is not None:
-        raise failed
+        try:
+            raise failed
+        finally:
+            # Its traceback has this frame, and with it what the failed call had open.
+            del failed
     return removed
 
 
