@@ -58,7 +58,9 @@ def saving(tmp_path):
     gc.collect()
     assert list(_offload.slots._live) == []
     assert os.listdir(tmp_path) == []
-    assert (thread_count(), len(os.listdir("/proc/self/fd"))) == before
+    # What an earlier test has left may have gone meanwhile.
+    assert thread_count() <= before[0]
+    assert len(os.listdir("/proc/self/fd")) <= before[1]
 
 
 def both(saving, step):
