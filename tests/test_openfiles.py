@@ -64,7 +64,8 @@ def test_a_closed_handle_has_no_descriptor(engine, path):
             handle.write(pattern(BLOCK), path)
             handle.submit_read(bytearray(BLOCK), path)
             assert handle.stats()["engine"] == engine
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        # What an earlier test has left may have gone meanwhile.
+        assert {*os.listdir("/proc/self/fd")} <= {*before}
 
 
 def test_failures_close_the_files_that_they_opened(handle, path):

@@ -174,7 +174,9 @@ def test_the_file_and_its_threads_end_with_the_last_slot(tmp_path):
     assert os.listdir(tmp_path) == []
     del file, slots
     gc.collect()
-    assert (thread_count(), sorted(os.listdir("/proc/self/fd"))) == before
+    # What an earlier test has left may have gone meanwhile.
+    assert thread_count() <= before[0]
+    assert {*os.listdir("/proc/self/fd")} <= {*before[1]}
 
 
 def test_a_file_open_in_a_child_takes_no_space_afterwards(tmp_path):
