@@ -141,15 +141,17 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
     if len(steps) <= left:
         return []
     for index, step in enumerate(steps):
-        if place.is_anothers(step):
-            continue
         if left:
             again = index < _LOOKED_AT_AGAIN
-            left -= step == saved or place.was_complete(step, again=again)
+            left -= step == saved or (
+                place.was_complete(step, again=again) and not place.is_anothers(step)
+            )
         elif step != saved and not (kept.every and step % kept.every == 0):
             doomed.append(step)
     for step in reversed(doomed):
         try:
+            if place.is_anothers(step):
+                continue
             if not place.was_complete(step, again=True):
                 place.discard_left(step)
                 continue
@@ -464,12 +466,12 @@ class Root:
                 words = f"cannot be read, and is another user's: {error.strerror}"
                 raise CheckpointError(f"{folder} {words}") from None
             except CheckpointError:
-                if self._is_strangers(folder):
+                if self._is_foreign(folder):
                     raise GoneError from None
                 raise
         raise CheckpointError(f"{folder} was replaced {TRIES} times while it was read")
 
-    def _is_strangers(self, folder: str) -> bool:
+    def _is_foreign(self, folder: str) -> bool:
         """Return whether a folder has files, and none of them has a name of ours."""
         try:
             names = os.listdir(folder)
