@@ -116,7 +116,7 @@ def test_all_threads_cancel_and_wait_for_one_request(handle, path, data):
         assert results == {None} or target == data
 
 
-def test_failures_pass_along_chains_whoever_looks(handle, path, data):
+def test_failures_pass_along_chains_in_any_thread(handle, path, data):
     for _ in range(20):
         past = handle.submit_read(bytearray(PAGE), path, offset=len(data))
         chain = [past]

@@ -61,7 +61,7 @@ static inline bool gomp_is_found(void)
         return false;
     atomic_store_explicit(&gomp_thread_number, (int (*)(void))number,
                           memory_order_relaxed);
-    /* Release: whoever finds this function finds the other too. */
+    /* Release: a thread that sees this function sees the other too. */
     atomic_store_explicit(&gomp_parallel, (gomp_run_function *)run,
                           memory_order_release);
     return true;
