@@ -242,13 +242,11 @@ def load_disk_offload(
 
 def _device_of(chosen: torch.device | str | int | None) -> torch.device:
     """Return the device that computes, with its number."""
-    if chosen is None:
+    device = torch.device("cpu" if chosen is None else chosen)
+    if device.type == "cpu":
         return torch.device("cpu")
-    device = torch.device(chosen)
-    if device.type in ("cpu", "meta"):
-        if device.type == "meta":
-            raise ValueError("execution_device is 'meta'; it must be able to compute")
-        return torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError("execution_device is 'meta'; it must be able to compute")
     try:
         module = torch.get_device_module(device)
         usable = module.is_available()
