@@ -174,6 +174,13 @@ static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
     queue->blocks_left -= request->blocks_left;
 }
 
+static size_t turn_bytes(const struct nvmeio_request *request)
+{
+    const struct nvmeio_request *whole = request->whole ? request->whole : request;
+
+    return whole->waiters ? NVMEIO_WAITED_TURN_BYTES : NVMEIO_TURN_BYTES;
+}
+
 void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *request,
                        size_t bytes)
 {
@@ -188,7 +195,7 @@ void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *reques
     }
     /* A block of a few bytes takes as long as one of a page. */
     request->turn_bytes += bytes > NVMEIO_EDGE_BYTES ? bytes : NVMEIO_EDGE_BYTES;
-    if (request->turn_bytes < NVMEIO_TURN_BYTES)
+    if (request->turn_bytes < turn_bytes(request))
         return;
     request->turn_bytes = 0;
     unlink_queued(queue, request);

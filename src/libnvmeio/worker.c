@@ -43,7 +43,7 @@ struct nvmeio_worker {
 
 /* While several requests are active, the workers have no more than this and a block
  * each in flight: a request waits that long behind the blocks of others. */
-#define WINDOW_BYTES ((size_t)32 << 20)
+#define WINDOW_BYTES ((size_t)24 << 20)
 
 /* A worker that is idle for this long lets the kernel have the memory of its bounces.
  */

@@ -154,6 +154,54 @@ static void test_a_small_request_behind_a_large_one_has_its_turn_soon(void)
     stage_close();
 }
 
+static unsigned ahead, ahead_of_the_last;
+
+static bool note_order(struct nvmeio_block *block)
+{
+    if (block->offset < (int64_t)LARGE)
+        ahead++;
+    else
+        ahead_of_the_last = ahead;
+    return perform(block);
+}
+
+static void *wait_main(void *request)
+{
+    wait_for(request);
+    return NULL;
+}
+
+/* What is read ahead of need does not delay the request that a thread waits for. */
+static void test_an_awaited_request_is_done_before_those_submitted_with_it(void)
+{
+    const char *path = path_in(test_folder());
+    struct guarded memory = guarded_in_pool(2 * LARGE);
+    pthread_t waiting;
+
+    stage_open(2);
+    make_file(path, 2 * LARGE, 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    play(hold);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, file, memory.address, LARGE, 0);
+    struct nvmeio_request *later = submit(stage.handle, &t);
+    await(&in_flight, 2);
+    t = transfer_of(NVMEIO_OP_READ, file, memory.address + LARGE, LARGE, LARGE);
+    struct nvmeio_request *awaited = submit(stage.handle, &t);
+    CHECK(pthread_create(&waiting, NULL, wait_main, awaited) == 0);
+    while (!is_awaited(awaited))
+        pause_ms(1);
+    play(note_order);
+    pthread_join(waiting, NULL);
+    CHECK(finish(awaited).result == LARGE && finish(later).result == LARGE);
+    CHECK(look(&ahead) == LARGE / BLOCK);
+    /* What is in flight, and the rest of a turn. */
+    CHECK(look(&ahead_of_the_last) <= NVMEIO_TURN_BYTES / BLOCK + 2);
+    nvmeio_file_release(file);
+    nvmeio_pool_free(memory.base);
+    stage_close();
+}
+
 /* Beside another request, no more is in flight than keeps a drive busy. */
 static void test_a_large_request_leaves_room_for_others(void)
 {
@@ -173,9 +221,9 @@ static void test_a_large_request_leaves_room_for_others(void)
     await(&in_flight, 1);
     t = transfer_of(NVMEIO_OP_READ, file, memory.address, 64 * MIB, 0);
     struct nvmeio_request *large = submit(stage.handle, &t);
-    await(&in_flight, 33);
+    await(&in_flight, 25);
     pause_ms(20);
-    CHECK(look(&in_flight) == 33);
+    CHECK(look(&in_flight) == 25);
     play(perform);
     CHECK(finish(small).result == 512 && finish(large).result == 64 * MIB);
     nvmeio_file_release(file);
@@ -359,6 +407,7 @@ int main(void)
     test_a_large_bounce_serves_one_block_at_a_time();
     test_a_request_queued_just_before_a_worker_waits_is_not_missed();
     test_a_small_request_behind_a_large_one_has_its_turn_soon();
+    test_an_awaited_request_is_done_before_those_submitted_with_it();
     test_a_large_request_leaves_room_for_others();
     test_single_submit_submits_one_block_per_call();
     test_edges_of_a_write_wait_for_its_middle();
