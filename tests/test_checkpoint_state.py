@@ -535,10 +535,10 @@ def with_attribute():
     return found
 
 
-def freed():
+def freed(count=100_000, nbytes=0):
     """Return a tensor whose storage was freed, as FSDP leaves it."""
-    tensor = torch.ones(100_000)
-    tensor.untyped_storage().resize_(0)
+    tensor = torch.ones(count)
+    tensor.untyped_storage().resize_(nbytes)
     return tensor
 
 
@@ -665,6 +665,20 @@ class TestInto:
         with pytest.raises(ValueError, match="share memory, but not in the checkpoint"):
             checkpointer.restore(1, into=into)
 
+    def test_targets_that_share_memory_in_another_order_are_refused(self, checkpointer):
+        square = torch.arange(9.0).view(3, 3)
+        checkpointer.save(1, {"a": square, "b": square.t()})
+        other = torch.zeros(3, 3)
+        with pytest.raises(ValueError, match="or not alike"):
+            checkpointer.restore(into={"a": other, "b": other})
+        assert not other.any()
+        checkpointer.restore(into={"a": other, "b": other.t()})
+        assert torch.equal(other, square)
+        # One that is saved twice may be restored in any order.
+        checkpointer.save(2, {"a": square, "b": square})
+        checkpointer.restore(into={"a": other.t(), "b": other.t()})
+        assert torch.equal(other.t(), square)
+
     @pytest.mark.parametrize("stage", [False, True])
     def test_a_tensor_of_another_size_than_it_says_is_not_saved(self, checkpointer, stage):
         class State(DeferredState):
@@ -735,13 +749,20 @@ class TestInto:
             *(
                 ({"model": {"a": torch.zeros(3, 4), "b": target}}, ValueError, words)
                 for target, words in (
-                    (torch.zeros(1).expand(2), r"state\['model'\]\['b'\] is expanded"),
-                    (torch.zeros(2, device="meta"), "has no memory to fill: meta"),
-                    (torch._neg_view(torch.zeros(2)), "is a conjugate or negative view"),
+                    (torch.zeros(1).expand(2), r"\['b'\] cannot be filled: several of"),
+                    (torch.zeros(2, device="meta"), "it is on the meta device"),
+                    (torch._neg_view(torch.zeros(2)), "it is a conjugate or negative view"),
+                    (freed(2, nbytes=4), "its storage was freed: it has 4 bytes"),
+                    (torch.nested.nested_tensor([torch.zeros(2)]), "it is nested"),
+                    (torch._efficientzerotensor(2), "it is a ZeroTensor"),
                 )
             ),
+            (
+                {"model": {"a": torch.ones(6).as_strided((3, 4), (1, 1))}},
+                ValueError,
+                r"\['a'\] cannot be filled: several of its elements share memory",
+            ),
         ],
-        ids=str,
     )
     def test_a_state_that_does_not_fit_is_refused_before_anything_changes(
         self, checkpointer, change, error, words
@@ -751,10 +772,10 @@ class TestInto:
             "model": {"a": torch.zeros(3, 4), "b": torch.zeros(2)},
             "list": [np.zeros(5, int), 0],
         }
-        kept = into["model"]["a"]
+        kept = into["model"]["a"], into["list"][0]
         with pytest.raises(error, match=words):
             checkpointer.restore(into=into | change)
-        assert not kept.any()
+        assert not any(each.any() for each in kept)
 
     def test_parts_of_a_state_are_restored(self, checkpointer):
         checkpointer.save(1, self.STATE)

@@ -245,7 +245,7 @@ def test_out_is_refused_before_any_of_it_changes(tmp_path):
     kept = np.zeros(5000, np.uint8)
     locked = np.zeros(5000, np.uint8)
     locked.flags.writeable = False
-    for other, words in ((locked, "out['c'] is read-only"), (kept, "share memory")):
+    for other, words in ((locked, "out['c'] cannot be filled"), (kept, "share memory")):
         out = {"a": kept, "b": np.zeros(5000, np.uint8), "c": other}
         with pytest.raises(ValueError, match=re.escape(words)):
             load_sharded(tmp_path, out=out, framework="np")

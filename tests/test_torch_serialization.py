@@ -196,11 +196,22 @@ class TestParts:
             nvmeio.torch.load(path, out=wrong)
         assert not wrong["weight"].any()
         wrong = {"weight": torch.zeros(700, 500), "parameter": torch.zeros(1).expand(3)}
-        with pytest.raises(ValueError, match=r"out\['parameter'\] is expanded"):
+        with pytest.raises(ValueError, match=r"out\['parameter'\] cannot be filled"):
             nvmeio.torch.load(path, out=wrong)
         with pytest.raises(ValueError, match="out has 'parameter', which is not in names"):
             nvmeio.torch.load(path, names=["weight"], out=wrong)
         assert not wrong["weight"].any()
+
+    def test_targets_share_memory_only_as_in_the_file(self, path, state):
+        nvmeio.torch.save(state, path)
+        weight = torch.zeros(700, 500)
+        for name, other in (("rows", weight[:2]), ("turned", weight.view(500, 700))):
+            with pytest.raises(ValueError, match=rf"\['{name}'\] share memory"):
+                nvmeio.torch.load(path, out={"weight": weight, name: other})
+        assert not weight.any()
+        out = {"weight": weight, "tied": weight, "rows": weight[3:5]}
+        nvmeio.torch.load(path, out=out | {"turned": weight.t()})
+        assert torch.equal(weight, state["weight"])
 
     def test_missing_names_are_refused(self, path, state):
         nvmeio.torch.save(state, path)

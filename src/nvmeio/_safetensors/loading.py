@@ -24,8 +24,8 @@ from nvmeio._streams.reading import (
 from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
-from nvmeio._tensors.sharing import place_of, sharing
-from nvmeio._tensors.targets import check_target
+from nvmeio._tensors.sharing import place_of
+from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.default import default_handle
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
@@ -276,12 +276,10 @@ def _into(
         check_target(f"out[{each.key!r}]", target, by_torch, each.dtype, each.shape)
         made[each.key] = target.detach() if by_torch else target
     if out is not None:
-        targets = [place_of(made[each.key], each.key) for each in chosen if each.nbytes]
-        for one, other, *_ in (found for found in sharing(targets) if len(found) > 1):
-            raise ValueError(
-                f"out[{other.leaf!r}] and out[{one.leaf!r}] share memory; each tensor "
-                "needs its own"
-            )
+        check_apart(
+            Filled(f"out[{key!r}]", target, key, 0, place_of(target).strides)
+            for key, target in made.items()
+        )
     full = [each for each in chosen if each.nbytes]
 
     def start(pending: Pending) -> None:

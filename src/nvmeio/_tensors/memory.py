@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
 
-__all__ = ["bytes_of", "content_problem"]
+__all__ = ["bytes_of", "content_problem", "storage_problem"]
 
 
 def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
@@ -49,4 +49,27 @@ def content_problem(tensor: Any) -> str:
         return "it is a ZeroTensor of forward AD and has no memory; pass its clone()"
     if tensor.device.type == "meta":
         return "it is on the meta device and has no data; pass its to_empty()"
+    return ""
+
+
+def storage_problem(tensor: Any) -> str:
+    """Return why a strided tensor's elements are not in memory; "" if they are."""
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        return f"torch has no address for it: {error}"
+    if not tensor.numel():
+        return ""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum(
+        (extent - 1) * stride for extent, stride in extents
+    )
+    if (last + 1) * tensor.element_size() > nbytes:
+        return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
+    if not address:
+        return (
+            f"it is a {type(tensor).__qualname__}, which has no memory of its own; pass "
+            "the tensor that it wraps, such as to_local() of a DTensor"
+        )
     return ""

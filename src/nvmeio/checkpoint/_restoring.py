@@ -23,8 +23,8 @@ from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import bytes_of
-from nvmeio._tensors.sharing import Place, place_of, sharing, start_of
-from nvmeio._tensors.targets import check_target
+from nvmeio._tensors.sharing import c_strides
+from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -228,7 +228,10 @@ class Held:
             targets = None
             if into is not None:
                 targets = _matched(skeleton, into, ())
-                _check_apart(parts.found, targets)
+                check_apart(
+                    (_filled_by(part, targets[part.path]) for part in parts.found),
+                    "checkpoint",
+                )
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)
@@ -299,26 +302,14 @@ def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
     return found
 
 
-def _check_apart(parts: list[Part], targets: dict[Any, Any]) -> None:
-    """Raise ValueError for targets that share memory, unless their parts share it alike.
-
-    Else each would be filled with a mixture of both.
-    """
-    places = [place_of(targets[part.path], part) for part in parts]
-    for group in sharing([place for place in places if place.low < place.high]):
-        apart = {(each.leaf.stored.name, _base_of(each)): each for each in group}
-        if len(apart) > 1:
-            one, other, *_ = (path_of(each.leaf.path) for each in apart.values())
-            raise ValueError(
-                f"into: {one} and {other} share memory, but not in the checkpoint; each "
-                "needs its own"
-            )
-
-
-def _base_of(place: Place) -> int:
-    """Return where the stored tensor of a part would begin."""
-    view = place.leaf.view
-    return start_of(place.value) - (0 if view is None else view.offset)
+def _filled_by(part: Part, target: Any) -> Filled:
+    """Return where the elements of a target are in the file."""
+    view, name = part.view, path_of(part.path)
+    if view is None:
+        strides = c_strides(part.shape, part.dtype.itemsize)
+        return Filled(name, target, (part.stored.name, False, False), 0, strides)
+    stored = part.stored.name, view.conj, view.neg
+    return Filled(name, target, stored, view.offset, view.strides)
 
 
 def _has_parts(skeleton: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nvmeio._memory.deferred import Deferred
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
 from nvmeio._tensors.errors import SafetensorError
-from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.memory import content_problem, storage_problem
 from nvmeio._tensors.sharing import (
     MemoryAt,
     Place,
@@ -150,18 +150,7 @@ def _tensor_problem(tensor: Any) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in FORMAT_NAMES and name not in PAIRS:
         return f"its dtype, {tensor.dtype}, is not one of safetensors"
-    try:
-        nbytes = tensor.untyped_storage().nbytes()
-        known = tensor.data_ptr() or not tensor.numel()
-    except RuntimeError as error:
-        return f"torch has no address for it: {error}"
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum(
-        (extent - 1) * stride for extent, stride in extents
-    )
-    if tensor.numel() and (not known or (last + 1) * tensor.element_size() > nbytes):
-        return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
-    return ""
+    return storage_problem(tensor)
 
 
 def _shared(group: list[Place], namer: "_Namer") -> Stored:

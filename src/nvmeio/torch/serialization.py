@@ -19,7 +19,9 @@ from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
 from nvmeio._publish.mapped import Map, is_mapped, maps_of, require_copy
 from nvmeio._tensors.errors import note
-from nvmeio._tensors.targets import check_target, chosen_names
+from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.sharing import place_of
+from nvmeio._tensors.targets import Filled, check_apart, check_target, chosen_names
 from nvmeio._tensors.torch_files import content_of, entries_of
 from nvmeio.default import default_handle
 from nvmeio.torch._bits import is_memory, is_plain
@@ -305,6 +307,7 @@ def _picked(found: Any, names: list[str]) -> dict[str, Any]:
 
 def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> None:
     """Raise TypeError or ValueError if a tensor of `out` does not fit."""
+    filled = []
     for name, target in (out or {}).items():
         if name not in found:
             continue
@@ -315,6 +318,19 @@ def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> 
                 f"{type(value).__qualname__}; both must be tensors"
             )
         check_target(f"out[{name!r}]", target, True, value.dtype, value.shape)
+        filled.append(_filled_by(value, f"out[{name!r}]", target))
+    check_apart(filled)
+
+
+def _filled_by(value: torch.Tensor, name: str, target: torch.Tensor) -> Filled:
+    """Return where the elements of a target are in the file."""
+    if content_problem(value):
+        # Such as a sparse tensor: it shares memory with no other.
+        return Filled(name, target, id(value), 0, place_of(target).strides)
+    size = value.element_size()
+    stored = value.untyped_storage().data_ptr(), value.is_conj(), value.is_neg()
+    strides = tuple(stride * size for stride in value.stride())
+    return Filled(name, target, stored, value.storage_offset() * size, strides)
 
 
 def _delivered(
