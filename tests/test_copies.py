@@ -430,6 +430,45 @@ def test_a_copy_without_a_file_is_damaged(tmp_path, far, name):
         new.restore()
 
 
+def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path):
+    save(tmp_path / "run", "shelf://bucket/run", 1, 2)
+    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="shelf://bucket/run")
+    failing = True
+
+    def watch(name, path):
+        if name == "open" and path.endswith("tensors.safetensors") and failing:
+            raise OSError(errno.EIO, "We encountered an internal error", path)
+
+    Shelf.watch = watch
+    with pytest.raises(OSError, match="the copy may be intact") as raised:
+        elsewhere.restore()
+    assert raised.value.errno == errno.EREMOTEIO
+    failing = False
+    assert value(elsewhere.restore()) == 2
+
+
+def test_a_store_that_does_not_answer_holds_up_no_other():
+    answers, asked = threading.Event(), threading.Event()
+
+    def connect():
+        asked.set()
+        answers.wait()
+        return Shelf(), "/slow"
+
+    slow = Remote(connect, "shelf://slow")
+    waiting = threading.Thread(target=lambda: slow.base)
+    waiting.start()
+    asked.wait()
+    other = Remote(lambda: (Shelf(), "/quick"), "shelf://quick")
+    thread = threading.Thread(target=lambda: other.base)
+    thread.start()
+    thread.join(30)
+    held_up = thread.is_alive()
+    answers.set()
+    waiting.join()
+    assert not held_up
+
+
 def test_a_file_that_vanishes_after_its_size_was_checked_is_damage(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "near") as saver:
         for step in (1, 2):

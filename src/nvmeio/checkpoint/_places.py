@@ -215,11 +215,16 @@ class Remote:
     def __init__(self, connect: Callable[[], tuple[Any, str]], root: str) -> None:
         self.root = root
         self._connect = connect
+        self._found: tuple[Any, str] | None = None
 
-    @functools.cached_property
+    @property
     def _connected(self) -> tuple[Any, str]:
-        system, base = self._connect()
-        return system, base.rstrip("/")
+        # Not a cached_property: before Python 3.12 all objects share its lock, which a
+        # store that does not answer would hold, and forked children would inherit.
+        if self._found is None:
+            system, base = self._connect()
+            self._found = system, base.rstrip("/")
+        return self._found
 
     @property
     def system(self) -> Any:

@@ -217,8 +217,14 @@ class Store:
             except (CheckpointError, OSError) as error:
                 if attempt not in self._attempts(step):
                     continue
+                where = f"{self.where}/{attempt.folder}"
+                if isinstance(error, OSError) and is_lost(error):
+                    # As fsspec calls errors that it does not know, and those that pass: no
+                    # older step may replace this one.
+                    words = f"{error}; the copy may be intact, so try again"
+                    raise OSError(errno.EREMOTEIO, words, where) from error
                 if isinstance(error, FileNotFoundError):
-                    error = CheckpointError(f"{self.where}/{attempt.folder}: {error}")
+                    error = CheckpointError(f"{where}: {error}")
                 if is_lost(error):
                     self._damaged.add(attempt.folder)
                     self._complete.discard(step)
