@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import re
@@ -214,6 +215,26 @@ def test_what_another_user_has_planted_is_passed_over(
             os.seteuid(0)
         found = planted.stat()
         assert (found.st_uid, found.st_mode & 0o777) == (1001, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
+@pytest.mark.parametrize("mode", [0, 0o666])
+def test_the_owner_of_a_lock_in_the_way_is_named(tmp_path, mode):
+    save(tmp_path, None, 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        lock = Path(folder, ".nvmeio-lock")
+        lock.touch()
+        lock.chmod(mode)
+        os.chown(lock, 1001, 1001)
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            os.seteuid(1002)
+            try:
+                with pytest.raises(OSError, match="belongs to user 1001: if"):
+                    Checkpointer(folder).save(1, 1)
+            finally:
+                os.seteuid(0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")

@@ -95,7 +95,7 @@ class WriterLock(_Lock):
         if self.has_name:
             return False
         # If it was held, its directory was removed, and may have been created anew.
-        with naming(self.path):
+        with _naming_with_owner(self.path):
             made = opened(self.path, _FLAGS)
             try:
                 # Another user may have linked this name to a file that must not be changed.
@@ -120,6 +120,22 @@ class WriterLock(_Lock):
     def release(self) -> None:
         """Release the lock."""
         self.close()
+
+
+@contextlib.contextmanager
+def _naming_with_owner(path: str) -> Iterator[None]:
+    """Name a lock's file in errors, and its owner if that is another user."""
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        with contextlib.suppress(FileNotFoundError):
+            owner = os.lstat(path).st_uid
+            if error.errno is not None and owner != os.geteuid():
+                words = f"{error.strerror} (the file belongs to user {owner}: if nobody "
+                words += "writes here, have it removed, or choose another folder)"
+                raise OSError(error.errno, words, path) from error
+        raise
 
 
 def _lock(descriptor: int, doing: str) -> None:
