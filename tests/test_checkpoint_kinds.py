@@ -55,6 +55,14 @@ WORDS = {
 }
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_checkpointer_names_what_has_the_name_of_a_step(tmp_path, step):
+    writer = FileSystemWriter(tmp_path / "step-3")
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    with pytest.raises(FileNotFoundError, match=WORDS["dcp"]):
+        Checkpointer(tmp_path).restore(step)
+
+
 @pytest.mark.parametrize("name", sorted(WORDS.keys() - {"steps", "file"}))
 def test_a_checkpointer_names_the_kind_of_another_folder(folder, name):
     # Nobody knows whether there is a checkpoint behind a link that leads nowhere.

@@ -794,7 +794,7 @@ class TestInto:
             (["model/c", "lr"], KeyError, "nothing named model/c; model has a, b"),
             (["model", "model/c"], KeyError, "nothing named model/c; model has a, b"),
             (["models"], KeyError, "named models; its state has model, "),
-            (["lr/0"], KeyError, "lr is of type float, not a dict"),
+            (["lr/0"], KeyError, "lr is not a dict"),
             (["list/0"], KeyError, "is a list, .* whole list, 'list'"),
             ("lr", TypeError, "iterable of names"),
             ([1], TypeError, "iterable of names"),

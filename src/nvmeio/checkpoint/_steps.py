@@ -86,8 +86,11 @@ class Steps:
             raise CheckpointError(f"{words}; step {newest}: {passed_over[newest]}")
         if unlisted is not None:
             raise unlisted
-        words = f"no checkpoint; {what_is_in(where)}"
-        raise FileNotFoundError(errno.ENOENT, words, where)
+        words = what_is_in(where)
+        if others := self.root.steps():
+            other = self.root.folder(others[0])
+            words = f"step-{others[0]} is no step of a Checkpointer: {what_is_in(other)}"
+        raise FileNotFoundError(errno.ENOENT, f"no checkpoint; {words}", where)
 
     def _here_or_copy(
         self, step: int, read: Any, files: Collection[str], agreed: str | None = None
@@ -124,14 +127,16 @@ class Steps:
 
     def missing(self, step: int) -> FileNotFoundError:
         """Return the error for a step that does not exist, or was removed."""
-        newest = self.root.steps()
+        newest, folder = self.root.steps(), self.root.folder(step)
         there = what_is_in(self.root.where)
-        if newest:
+        if step in newest:
+            there = what_is_in(folder)
+        elif newest:
             more = len(newest) - _STEPS_SHOWN
             there = f"there are the steps {', '.join(map(str, newest[:_STEPS_SHOWN]))}"
             there += f" and {more} more" if more > 0 else ""
         words = f"no such checkpoint; {there}"
-        return FileNotFoundError(errno.ENOENT, words, self.root.folder(step))
+        return FileNotFoundError(errno.ENOENT, words, folder)
 
     def going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the steps that have a folder, newest first.

@@ -265,7 +265,7 @@ def _beside(state: Any, name: str) -> str:
         state = state[keys[part]]
     where = "/".join(above) or "its state"
     if not isinstance(state, dict):
-        return f"{where} is of type {type(state).__qualname__}, not a dict"
+        return f"{where} is not a dict"
     some = ", ".join(list(keys)[:NAMES_MAX]) or "nothing"
     more = len(keys) - NAMES_MAX
     return f"{where} has {some}" + (f" and {more} more" if more > 0 else "")
