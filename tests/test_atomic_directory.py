@@ -238,31 +238,26 @@ def test_without_exchange_of_names_the_old_folder_is_set_aside(tmp_path, code):
 
 def test_a_forked_child_leaves_the_folder_to_its_parent(tmp_path):
     skip_sanitized("cannot follow forks of a process with threads")
-    with atomic_directory(tmp_path / "a") as folder:
-        fill(folder)
+    with folders.Unfinished(str(tmp_path / "a"), replace=False) as unfinished:
+        fill(Path(unfinished.path))
         child = os.fork()
         if child == 0:
-            os._exit(leave(folder))
+            os._exit(leave(unfinished))
         assert os.waitpid(child, 0)[1] == 0
-        assert content_of(folder) == "new"
+        assert content_of(Path(unfinished.path)) == "new"
+        unfinished.commit(sync=True)
     assert content_of(tmp_path / "a") == "new"
 
 
-def leave(folder):
+def leave(unfinished):
     """End the block in a forked child, in both ways; return 0 if nothing happens."""
-    (unfinished,) = [each for each in gc_unfinished() if each.path == str(folder)]
     try:
         unfinished.commit(sync=True)
     except RuntimeError as error:
         unfinished.__exit__()
-        return 0 if "forked child" in str(error) and folder.is_dir() else 1
+        kept = os.path.isdir(unfinished.path)
+        return 0 if "forked child" in str(error) and kept else 1
     return 2
-
-
-def gc_unfinished():
-    import gc
-
-    return [each for each in gc.get_objects() if isinstance(each, folders.Unfinished)]
 
 
 class TestCleanup:
