@@ -176,8 +176,6 @@ class RecordDataset(StoredDataset):
         known: Sequence[Identity] = (),
     ) -> None:
         """Make the dataset, of files that must still be the known ones."""
-        super().__init__(paths, transform)
-        self._seen.update((number, (None, one)) for number, one in enumerate(known))
         self._offsets = SharedArray(_integers("offsets", offsets))
         self._sizes = SharedArray(_integers("sizes", sizes))
         self._files = None if files is None else SharedArray(_integers("files", files))
@@ -187,14 +185,25 @@ class RecordDataset(StoredDataset):
                     f"there are {len(self._offsets)} offsets and {len(array)} {name}; "
                     "the numbers must be equal"
                 )
-        if self._files is None and len(self._sources) != 1:
+        if self._files is None and len(paths) != 1:
             raise TypeError(
-                f"there are {len(self._sources)} paths and no files; pass files, the index "
-                "in path of each record's file"
+                f"there are {len(paths)} paths and no files; pass files, the index in path "
+                "of each record's file"
             )
-        ends = [self._size_of(number) for number in range(len(self._sources))]
+        ends = self._take(paths, transform, known)
         itemsize = self._dtype.itemsize
         _check(self._sources, ends, self._offsets, self._sizes, self._files, itemsize)
+
+    def _take(
+        self,
+        paths: list[str | bytes],
+        transform: Callable[[Any], Any] | None,
+        known: Sequence[Identity],
+    ) -> list[int]:
+        """Take files, which must still be the known ones; return the size of each."""
+        super().__init__(paths, transform)
+        self._seen.update((number, (None, one)) for number, one in enumerate(known))
+        return [self._size_of(number) for number in range(len(self._sources))]
 
     def _size_of(self, number: int) -> int:
         """Return the size of a file, and remember which one it is."""
@@ -231,8 +240,10 @@ class RecordDataset(StoredDataset):
         return True
 
     def _beginnings(self, rows: Positions) -> Iterator[Any]:
-        offsets, sizes = self._offsets[rows], self._sizes[rows] * self._dtype.itemsize
-        numbers = np.zeros_like(rows) if self._files is None else self._files[rows]
+        numbers, offsets, sizes = self._places(rows)
+        sizes = sizes * self._dtype.itemsize
+        if numbers is None:
+            numbers = np.zeros_like(rows)
         yield sizes
         for number in np.unique(numbers):
             own = numbers == number
@@ -271,10 +282,14 @@ class RecordDataset(StoredDataset):
             default_handle().gather(file, offsets, sizes, batch.memory, out_offsets=places)
         return batch.samples([])
 
-    def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
-        """Return the parts of records to read: files (or None), offsets and sizes."""
+    def _places(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return where whole records are: files (or None), offsets and sizes."""
         files = None if self._files is None else self._files[rows]
         return files, self._offsets[rows], self._sizes[rows]
+
+    def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return the parts of records to read: files (or None), offsets and sizes."""
+        return self._places(rows)
 
     def _decode(self, rows: Positions, parts: list[Any]) -> list[Any]:
         """Convert the parts of these records to samples."""

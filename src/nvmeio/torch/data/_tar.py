@@ -15,7 +15,7 @@ from nvmeio._files.tar import decoded
 from nvmeio._native.file import File
 from nvmeio.torch.data._identity import identity_of
 from nvmeio.torch.data._records import RecordDataset, SharedArray, paths_of
-from nvmeio.torch.data._tar_index import SUFFIX, TarIndex, index_of
+from nvmeio.torch.data._tar_index import BLOCK_BYTES, SUFFIX, TarIndex, index_of
 
 __all__ = ["TarDataset"]
 
@@ -65,8 +65,9 @@ class TarDataset(RecordDataset):
     replaced.  If the archive was moved, copied or given another mode since, or was changed
     less than 2 s before it was indexed, all headers are compared first, which is faster
     than to index it.  Not found is a rewrite in place that leaves all times as they were.
-    If the index cannot be saved, a warning is logged.  In memory, it takes 20 bytes a file
-    and 36 a sample, and the keys.  The archives must not change while the dataset is used.
+    If the index cannot be saved, a warning is logged.  In memory, it takes at most 24 bytes
+    a file plus the text of the keys, unless an archive has more than 2 TiB or the keys have
+    more than 4 GiB.  The archives must not change while the dataset is used.
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
     for each archive that has samples of it.
@@ -100,63 +101,73 @@ class TarDataset(RecordDataset):
             with File(one) as archive:
                 known.append(identity_of(archive))
                 indices.append(index_of(archive, saved))
+        # How many samples there are up to the end of each archive.
+        self._ends = np.cumsum([len(one.firsts) - 1 for one in indices])
         found = TarIndex.joined(indices)
         self._field_names = found.names
         self._urls = [os.fsdecode(one) for one in paths]
-        arrays = found.firsts, found.offsets, found.sizes, found.fields
-        self._members = [SharedArray(array) for array in arrays]
-        self._keys, self._key_ends = SharedArray(found.keys), SharedArray(found.key_ends)
-        # A record is a whole sample, with the headers that are between its files.
-        begins, last = found.offsets[found.firsts[:-1]], found.firsts[1:] - 1
-        ends = found.offsets[last] + found.sizes[last]
-        counts = [len(one.key_ends) for one in indices]
-        files = np.repeat(np.arange(len(paths), dtype=np.int32), counts)
-        self._make(paths, begins, ends - begins, files, transform, known)
+        self._firsts, self._blocks = SharedArray(found.firsts), SharedArray(found.blocks)
+        self._sizes, self._fields = SharedArray(found.sizes), SharedArray(found.fields)
+        self._keys, self._letters = SharedArray(found.keys), SharedArray(found.letters)
+        self._take(paths, transform, known)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
 
     @property
     def dtype(self) -> Any:
         """The dtype of samples: Python objects."""
         return np.dtype(object)
 
+    def _places(self, rows: Positions) -> tuple[Any, Positions, Positions]:
+        """Return where samples are, with the headers that are between their files."""
+        last = self._firsts[rows + 1] - 1
+        begins = self._blocks[self._firsts[rows]] * BLOCK_BYTES
+        ends = self._blocks[last] * BLOCK_BYTES + self._sizes[last]
+        return self._archives(rows), begins, ends - begins
+
     def _parts(self, rows: Positions) -> tuple[Any, Positions, Positions]:
         """Return archive, offset and size of each file of samples."""
-        _, offsets, sizes, _ = self._members
-        files: Any = self._files
         counts, members = self._members_of(rows)
-        return np.repeat(files[rows], counts), offsets[members], sizes[members]
+        several = len(self._sources) > 1
+        archives = np.repeat(self._archives(rows), counts) if several else None
+        return archives, self._blocks[members] * BLOCK_BYTES, self._sizes[members]
 
     def _decode(self, rows: Positions, parts: list[Any]) -> list[Any]:
         """Sort the contents of files into samples."""
-        files: Any = self._files
         counts, members = self._members_of(rows)
-        fields = self._members[3].array[members].tolist()
+        fields = self._fields.array[members].tolist()
         found = zip(fields, parts, strict=True)
         samples = []
-        for row, number, count in zip(
-            rows.tolist(), files[rows].tolist(), counts.tolist(), strict=True
+        archives = self._archives(rows).tolist()
+        for key, number, count in zip(
+            self._keys_of(rows), archives, counts.tolist(), strict=True
         ):
-            sample: dict[str, Any] = {
-                "__key__": self._key(row),
-                "__url__": self._urls[number],
-            }
+            sample: dict[str, Any] = {"__key__": key, "__url__": self._urls[number]}
             for field, contents in islice(found, count):
                 sample[self._field_names[field]] = contents
             samples.append(sample)
         return samples
 
+    def _archives(self, rows: Positions) -> Positions:
+        """Return the number of the archive of each sample."""
+        return np.searchsorted(self._ends, rows, side="right")
+
     def _members_of(self, rows: Positions) -> tuple[Positions, Positions]:
         """Return how many files samples have, and their positions in the index."""
-        firsts = self._members[0]
-        begins = firsts[rows]
-        counts = firsts[rows + 1] - begins
+        begins = self._firsts[rows]
+        counts = self._firsts[rows + 1] - begins
         before = np.cumsum(counts) - counts
         return counts, np.repeat(begins - before, counts) + np.arange(counts.sum())
 
-    def _key(self, row: int) -> str:
-        """Return the key of a sample."""
-        ends = self._key_ends.array
-        begin = ends[row - 1] if row else 0
-        return decoded(self._keys.array[begin : ends[row]].tobytes())
+    def _keys_of(self, rows: Positions) -> list[str]:
+        """Return the keys of samples."""
+        begins, ends = self._letters[rows].tolist(), self._letters[rows + 1].tolist()
+        keys = self._keys.array.data
+        return [
+            decoded(keys[begin:end].tobytes())
+            for begin, end in zip(begins, ends, strict=True)
+        ]
 
 
 def _saved_at(paths: list[str | bytes], index: bool | Path) -> list[str | None]:

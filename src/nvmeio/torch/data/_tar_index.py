@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.callers import level_outside
+from nvmeio._arrays.indexing import Positions
 from nvmeio._files.tar import Archive, Member, decoded
 from nvmeio._native.file import File
 from nvmeio._safetensors.writing import replacing_links
@@ -27,17 +28,18 @@ from nvmeio.safetensors import SafetensorError
 from nvmeio.safetensors.numpy import safe_open, save_file
 from nvmeio.torch.data._identity import Stamp, stamp_of
 
-__all__ = ["SUFFIX", "TarIndex", "index_of"]
+__all__ = ["BLOCK_BYTES", "SUFFIX", "TarIndex", "index_of"]
 
-Integers = npt.NDArray[np.int64]
+Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 _log = logging.getLogger("nvmeio")
 
 # The suffix that is added to an archive's name for its saved index.
 SUFFIX = ".nvmeio-index"
-_FORMAT = "nvmeio tar index 3"
+_FORMAT = "nvmeio tar index 4"
 
-_BLOCK = 512
+# Headers and the bytes of members begin at multiples of it.
+BLOCK_BYTES = 512
 # Headers closer than FAR are read together with the bytes between them, in large reads;
 # others one by one.  A drive reads about FAR bytes in the latency of one small read.
 _LARGE_BYTES = 4 << 20
@@ -53,14 +55,17 @@ _META = re.compile(r"__[^/]*__($|/)")
 
 
 class TarIndex(NamedTuple):
-    """The samples of an archive; sample i has the members firsts[i] to firsts[i + 1]."""
+    """The samples of an archive; sample i has the members firsts[i] to firsts[i + 1].
 
-    firsts: Integers
-    offsets: Integers  # of a member's bytes in the archive
-    sizes: Integers
-    fields: npt.NDArray[np.int32]  # of a member: which of the names below is its own
-    keys: npt.NDArray[np.uint8]  # of all samples, in UTF-8
-    key_ends: Integers
+    Each array has the smallest dtype that holds its numbers.
+    """
+
+    firsts: Unsigned
+    blocks: Unsigned  # of a member: in which block of the archive its bytes begin
+    sizes: Unsigned
+    fields: Unsigned  # of a member: which of the names below is its own
+    keys: Unsigned  # of all samples, in UTF-8
+    letters: Unsigned  # sample i has the bytes letters[i] to letters[i + 1] of the keys
     names: list[str]
 
     @classmethod
@@ -72,20 +77,36 @@ class TarIndex(NamedTuple):
         fields = []
         for part in parts:
             numbers = [names.setdefault(name, len(names)) for name in part.names]
-            fields.append(np.array(numbers, np.int32)[part.fields])
-        members = np.cumsum([0, *(len(part.offsets) for part in parts)])
-        letters = np.cumsum([0, *(len(part.keys) for part in parts)])
-        firsts = [part.firsts[:-1] + at for part, at in zip(parts, members, strict=False)]
-        ends = [part.key_ends + at for part, at in zip(parts, letters, strict=False)]
+            fields.append(_smallest(numbers)[part.fields])
         return cls(
-            np.concatenate([*firsts, members[-1:]]),
-            np.concatenate([part.offsets for part in parts]),
+            _chained([part.firsts for part in parts]),
+            np.concatenate([part.blocks for part in parts]),
             np.concatenate([part.sizes for part in parts]),
             np.concatenate(fields),
             np.concatenate([part.keys for part in parts]),
-            np.concatenate(ends),
+            _chained([part.letters for part in parts]),
             list(names),
         )
+
+    def extents(self) -> tuple[Positions, Positions]:
+        """Return where the bytes of each member begin and end in the archive."""
+        begins = self.blocks.astype(np.int64) * BLOCK_BYTES
+        return begins, begins + self.sizes.astype(np.int64)
+
+
+def _smallest(numbers: Any) -> Unsigned:
+    """Convert numbers to the smallest dtype that holds them."""
+    found = np.asarray(numbers, np.int64)
+    return found.astype(np.min_scalar_type(found.max(initial=0)))
+
+
+def _chained(parts: list[Unsigned]) -> Unsigned:
+    """Return the borders of all parts, whose last ones are the lengths of the parts."""
+    begins = np.cumsum([0, *(int(part[-1]) for part in parts)])
+    found = [
+        part[:-1].astype(np.int64) + at for part, at in zip(parts, begins, strict=False)
+    ]
+    return _smallest(np.concatenate([*found, begins[-1:]]))
 
 
 def index_of(file: File, saved: str | None) -> TarIndex:
@@ -140,9 +161,9 @@ class _Status(NamedTuple):
 
 def _headers_at(file: File, index: TarIndex) -> str:
     """Return a checksum of all headers, which are between the files of samples."""
-    ends = -(-(index.offsets + index.sizes) // _BLOCK) * _BLOCK
-    begins = np.append(0, ends)
-    until = np.append(index.offsets, file.size)
+    offsets, ends = index.extents()
+    begins = np.append(0, -(-ends // BLOCK_BYTES) * BLOCK_BYTES)
+    until = np.append(offsets, file.size)
     # Files that belong to no sample may be there too.
     is_large = until - begins > _GAP_BYTES
     sizes = np.where(is_large, 0, until - begins)
@@ -246,8 +267,8 @@ def _key_and_suffix(path: str) -> tuple[str, str] | None:
 
 def _grouped(archive: _Archive) -> TarIndex:
     """Walk through an archive, and group its members."""
-    firsts, offsets, sizes, fields = array("q"), array("q"), array("q"), array("i")
-    keys, key_ends = bytearray(), array("q")
+    firsts, blocks, sizes, fields = array("q"), array("q"), array("q"), array("q")
+    keys, letters = bytearray(), array("q", [0])
     names: dict[str, int] = {}
     last: str | None = None
     seen: set[str] = set()
@@ -262,40 +283,40 @@ def _grouped(archive: _Archive) -> TarIndex:
             last = key
             hashes.append(hash(key))
             seen = {"__key__", "__url__"}
-            firsts.append(len(offsets))
+            firsts.append(len(blocks))
             keys += key.encode("utf-8", "surrogateescape")
-            key_ends.append(len(keys))
+            letters.append(len(keys))
         if name in seen:
             raise ValueError(
                 f"the archive {archive.path!r} has two files {name!r} of the sample "
                 f"{key!r}: the second is {path!r}"
             )
         seen.add(name)
-        offsets.append(offset)
+        blocks.append(offset // BLOCK_BYTES)
         sizes.append(size)
         fields.append(names.setdefault(name, len(names)))
-    firsts.append(len(offsets))
-    _refuse_split(archive.path, keys, key_ends, np.array(hashes, np.int64))
+    firsts.append(len(blocks))
+    _refuse_split(archive.path, keys, letters, np.array(hashes, np.int64))
     return TarIndex(
-        np.array(firsts, np.int64),
-        np.array(offsets, np.int64),
-        np.array(sizes, np.int64),
-        np.array(fields, np.int32),
+        _smallest(firsts),
+        _smallest(blocks),
+        _smallest(sizes),
+        _smallest(fields),
         np.frombuffer(bytes(keys), np.uint8),
-        np.array(key_ends, np.int64),
+        _smallest(letters),
         list(names),
     )
 
 
 def _refuse_split(
-    path: str | bytes, keys: bytearray, key_ends: "array[int]", hashes: Integers
+    path: str | bytes, keys: bytearray, letters: "array[int]", hashes: Positions
 ) -> None:
     """Raise ValueError for a key that comes again after another one."""
     order = np.argsort(hashes, kind="stable")
     again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
     seen: dict[bytes, int] = {}
-    for number in np.unique(order[np.concatenate([again - 1, again])]).tolist():
-        key = bytes(keys[key_ends[number - 1] if number else 0 : key_ends[number]])
+    for number in sorted({*order[again - 1].tolist(), *order[again].tolist()}):
+        key = bytes(keys[letters[number] : letters[number + 1]])
         first = seen.setdefault(key, number)
         if first != number:
             raise ValueError(
@@ -310,7 +331,7 @@ def _refuse_split(
 
 def _save(saved: str, index: TarIndex, status: _Status, headers: str, level: int) -> None:
     """Save an index; if that fails, log it at this level."""
-    arrays = {name: getattr(index, name) for name in _DTYPES}
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
     metadata = {
         "format": _FORMAT,
         "archive": status.text(),
@@ -325,14 +346,7 @@ def _save(saved: str, index: TarIndex, status: _Status, headers: str, level: int
         _log.log(level, "the index of an archive is not saved: %s", error)
 
 
-_DTYPES: dict[str, Any] = {
-    "firsts": np.int64,
-    "offsets": np.int64,
-    "sizes": np.int64,
-    "fields": np.int32,
-    "keys": np.uint8,
-    "key_ends": np.int64,
-}
+_ARRAYS = TarIndex._fields[:-1]
 
 
 def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
@@ -345,7 +359,7 @@ def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
             then, now = _Status.of(metadata["archive"]), status.stamp
             if (then.stamp.size, then.stamp.mtime_ns) != (now.size, now.mtime_ns):
                 return None
-            arrays = {name: file.get_tensor(name) for name in _DTYPES}
+            arrays = {name: file.get_tensor(name) for name in _ARRAYS}
             index = TarIndex(**arrays, names=json.loads(metadata["names"]))
         _check_index(index, now.size)
         if not then.is_that_of(now):
@@ -366,26 +380,36 @@ def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
 
 def _check_index(index: TarIndex, size: int) -> None:
     """Raise ValueError if an index does not fit an archive of this size."""
-    for name, dtype in _DTYPES.items():
+    for name in _ARRAYS:
         one = getattr(index, name)
-        if one.dtype != dtype or one.ndim != 1:
+        if one.dtype.kind != "u" or one.ndim != 1:
             raise ValueError(f"{name} is of dtype {one.dtype} and shape {one.shape}")
-    firsts, offsets, sizes, fields, keys, key_ends, names = index
-    starts = np.append(0, key_ends)
+    firsts, blocks, sizes, fields, keys, letters, names = index
+    if keys.dtype != np.uint8:
+        raise ValueError(f"keys is of dtype {keys.dtype}")
     holds = (
         isinstance(names, list)
         and all(isinstance(name, str) for name in names)
-        and len(offsets) == len(sizes) == len(fields)
-        and len(firsts) == len(key_ends) + 1
-        and (firsts[0], firsts[-1]) == (0, len(offsets))
-        # Not of their differences, which may be too large for the dtype.
-        and bool((firsts[1:] > firsts[:-1]).all())
-        and starts[-1] == len(keys)
-        and bool((starts[1:] > starts[:-1]).all())
-        and bool(((offsets >= _BLOCK) & (offsets <= size)).all())
-        and bool(((sizes >= 0) & (sizes <= size - offsets)).all())
-        and bool((np.diff(offsets) >= sizes[:-1]).all())
-        and bool(((fields >= 0) & (fields < len(names))).all())
+        and len(blocks) == len(sizes) == len(fields)
+        and len(firsts) == len(letters)
+        and _are_borders(firsts, len(blocks))
+        and _are_borders(letters, len(keys))
+        and bool(((blocks >= 1) & (blocks <= size // BLOCK_BYTES)).all())
+        and bool((sizes <= size).all())
+        and bool((fields < len(names)).all())
     )
+    if holds:
+        begins, ends = index.extents()
+        holds = bool((ends <= size).all() and (begins[1:] >= ends[:-1]).all())
     if not holds:
         raise ValueError("its numbers do not fit the archive")
+
+
+def _are_borders(found: Unsigned, count: int) -> bool:
+    """Return whether numbers cut so many others into parts, none of them empty."""
+    return (
+        len(found) > 0
+        and (found[0], found[-1]) == (0, count)
+        # Not of their differences, which may be too large for the dtype.
+        and bool((found[1:] > found[:-1]).all())
+    )
