@@ -717,8 +717,9 @@ class TestCreating:
 
 
 REFUSED = {
+    "text": (b"x" * 200, {}, "is not a .npy file: it is a text; with dtype="),
     "pointer": (POINTER, {}, "is not a .npy file: it is a Git LFS pointer"),
-    "no npy": (b"x" * 200, {}, "is not a .npy file; with dtype= it is"),
+    "no npy": (b"\xff" * 200, {}, "is not a .npy file; with dtype= it is"),
     "archive": (b"PK\3\4" + bytes(100), {}, "inside an archive"),
     "empty": (b"", {}, "is not a .npy file"),
     "version": (b"\x93NUMPY\x09\x00" + bytes(100), {}, "is not a .npy file: .*9, 0"),

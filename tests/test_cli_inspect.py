@@ -66,7 +66,7 @@ def test_a_npy_file_is_one_tensor(tmp_path, order):
 
 def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     path = tmp_path / "other"
-    path.write_bytes(b"hello, this is no model")
+    path.write_bytes(bytes(range(1, 100)))
     found = call_nvmeio("inspect", path)
     assert (found.status, found.out) == (1, "")
     assert str(path) in found.err
@@ -310,6 +310,15 @@ def test_the_arrays_of_an_npz_file_are_listed(tmp_path, save):
         assert x["offset"] is None
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_file_may_have_no_arrays(tmp_path, save):
+    save(tmp_path / "x.npz")
+    found = listed(tmp_path / "x.npz")
+    assert (found["format"], found["tensors"]) == ("npz", [])
+    os.truncate(tmp_path / "x.npz", 10)
+    assert "truncated" in call_nvmeio("inspect", tmp_path / "x.npz").err
+
+
 def test_a_npy_file_of_objects_is_named_as_such(tmp_path):
     np.save(tmp_path / "x.npy", np.array([{}, None]), allow_pickle=True)
     found = listed(tmp_path / "x.npy")
@@ -347,6 +356,24 @@ def test_whole_modules_and_tensors_of_all_layouts_are_listed(tmp_path, legacy):
         assert data[one["offset"] :][: one["bytes"]] == tensor.numpy().tobytes()
     rows = tensors["rows"]
     assert data[rows["offset"] :][: rows["bytes"]] == dense[1:].numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_storages_without_a_tensor_are_listed(tmp_path, legacy):
+    torch = pytest.importorskip("torch")
+    path, numbers = tmp_path / "x.pt", torch.arange(4)
+    state = {"typed": numbers.storage(), "plain": torch.ones(3).untyped_storage()}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    typed, plain = listed(path)["tensors"]
+    assert (typed["name"], typed["dtype"], typed["shape"]) == (
+        "typed",
+        "int64 storage",
+        [4],
+    )
+    assert (plain["dtype"], plain["bytes"]) == ("uint8 storage", 12)
+    found = path.read_bytes()[typed["offset"] :][: typed["bytes"]]
+    assert found == numbers.numpy().tobytes()
 
 
 def test_a_module_alone_is_named_by_its_class(tmp_path):
@@ -415,6 +442,8 @@ FOREIGN = {
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(600), "it is an HDF5 file"),
     "gguf": (b"GGUF\3\0\0\0" + bytes(600), "it is a GGUF file"),
     "json": (b'{"error": "Repository not found"}', "it is a text, probably JSON"),
+    "json lines": (b'{"a":1}\n{"a":2}\n', "it is a text, probably JSON"),
+    "csv": ("name,größe\n".encode() * 50, "it is a text"),
 }
 
 
@@ -426,8 +455,7 @@ def test_what_a_file_is_is_said_by_inspect_and_by_load_file(tmp_path, kind):
     path.write_bytes(content)
     found = call_nvmeio("inspect", path)
     assert (found.status, found.out) == (1, "")
-    assert f"{path}: " in found.err
-    assert words in found.err
+    assert f"{path}: {words}" in found.err
     with pytest.raises(SafetensorError, match=r"^Error while deserializing") as caught:
         st.load_file(path)
     assert notes_of(caught.value)[0].startswith(f"{path}: ")

@@ -277,10 +277,10 @@ DAMAGED = {
         b"\x28\xb5\x2f\xfd" + bytes(600),
         "is not a tar archive: it is compressed by zstd",
     ),
-    "text": (b"text" * 200, "is not a tar archive"),
+    "text": (b"text" * 200, "is not a tar archive: it is a text"),
     "pointer": (POINTER, "is not a tar archive: it is a Git LFS pointer"),
     "page": (b"<html>" * 200, "is not a tar archive: it is a page of HTML"),
-    "short": (b"text", "is cut short: it ends within a header"),
+    "short": (GOOD[:9], "is cut short: it ends within a header"),
     "empty": (b"", "is not a tar archive: it is empty"),
     "cut header": (GOOD[:512] + GOOD[:100], "is cut short: it ends within a header"),
     "cut data": (

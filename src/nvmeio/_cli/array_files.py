@@ -58,9 +58,11 @@ def _order(fortran: bool) -> str:
 
 
 def is_npz(archive: zipfile.ZipFile) -> bool:
-    """Return whether a zip archive is one of numpy.savez."""
+    """Return whether a zip archive is one of numpy.savez, perhaps without arrays."""
     names = archive.namelist()
-    return bool(names) and all(name.endswith(".npy") for name in names)
+    # Without entries nothing may be before the directory.
+    whole = bool(names) or archive.start_dir == 0
+    return whole and all(name.endswith(".npy") for name in names)
 
 
 def npz_contents(path: str, file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Any]:

@@ -153,7 +153,8 @@ def file_contents(path: str) -> dict[str, Any]:
     what = what_begins(head, nbytes)
     if path.endswith(".distcp") and (what is None or head.startswith(b"PK\3\4")):
         raise CommandError(in_checkpoint(path))
-    if head.startswith(b"PK\3\4"):
+    is_empty_npz = head.startswith(b"PK\5\6") and path.endswith(".npz")
+    if head.startswith(b"PK\3\4") or is_empty_npz:
         return _zip(path)
     # What proves itself by its structure, before what begins as others may.
     for contents in (
@@ -162,7 +163,8 @@ def file_contents(path: str) -> dict[str, Any]:
     ):
         if found := contents(path):
             return found
-    if head[8:9] == b"{" or what is None:
+    # A header is shorter than 2**56 bytes, and a text has no zeros.
+    if head[7:9] == b"\0{" or what is None:
         try:
             return tensors_in(path)
         except CommandError as error:

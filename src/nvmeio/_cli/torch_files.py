@@ -342,6 +342,14 @@ def _nested(values: Any, *rest: Any) -> Any:
     )
 
 
+def _alone(storage: Storage) -> Several:
+    """Read a storage that no tensor has; one without a dtype has bytes."""
+    shape = (storage.elements or 0,)
+    kind = storage.kind if isinstance(storage.kind, str) else "ByteStorage"
+    whole = tensor_of(storage._replace(kind=kind), 0, shape, (1,))
+    return Several("storage", shape, (whole,))
+
+
 def _meta(dtype: Any, shape: Any, *rest: Any) -> Any:
     return Several(
         f"{dtype if isinstance(dtype, str) else '?'} meta", shape_of(shape, 1), ()
@@ -389,7 +397,7 @@ def _rows(path: str, content: Any, places: dict[str, int]) -> Iterator[dict[str,
         }
 
 
-_WALKED = (Stored, Several, dict, list, tuple, Kept)
+_WALKED = (Stored, Several, Storage, dict, list, tuple, Kept)
 
 
 def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
@@ -398,6 +406,8 @@ def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
     waiting: list[tuple[tuple[str, ...], Any]] = [((), content)]
     while waiting:
         path, value = waiting.pop()
+        if isinstance(value, Storage):
+            value = _alone(value)
         if isinstance(value, (Stored, Several)):
             if sum(map(len, path)) > NAME_CHARS_MAX:
                 raise CommandError(

@@ -1,5 +1,6 @@
 """Tell what a folder is by the names of its files, and a file by how it begins."""
 
+import codecs
 import contextlib
 import os
 import re
@@ -146,9 +147,19 @@ def what_begins(head: bytes, nbytes: int) -> str | None:
         )
     if not head.strip(b"\0"):
         return "it begins with zeros only, as after an interrupted download or a crash"
-    if text.startswith((b"{", b"[")):
-        return "it is a text, probably JSON"
+    if _is_text(head):
+        return "it is a text" + ", probably JSON" * text.startswith((b"{", b"["))
     return None
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether bytes are UTF-8 without control characters."""
+    try:
+        # The last character may be cut.
+        found = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return all(each.isprintable() or each in "\t\n\r\f" for each in found)
 
 
 def because_of_kind(file: str | bytes | int) -> str:

@@ -118,7 +118,7 @@ def cut_entries(file: Readable, archive: zipfile.ZipFile) -> Iterator[str]:
         for each in archive.infolist():
             each.header_offset -= first
     entries = sorted(archive.infolist(), key=lambda each: each.header_offset)
-    ends = [*(each.header_offset for each in entries[1:]), archive.start_dir]
+    ends = [*(each.header_offset for each in entries), archive.start_dir][1:]
     for entry, end in zip(entries, ends, strict=True):
         try:
             begin = begin_of(file, entry)
