@@ -61,6 +61,18 @@ def mds_folder(folder, samples=2):
     return folder / "shard.00000.mds"
 
 
+def test_an_archive_may_have_no_files(tmp_path):
+    path = tmp_path / "shard.tar"
+    path.write_bytes(tar_of([]))
+    found = listed(path)
+    assert (found["format"], found["members"]) == ("tar", [])
+    # As a download that was interrupted after its place was reserved.
+    os.truncate(path, 2 << 20)
+    assert "may be an interrupted download" in call_nvmeio("inspect", path).err
+    path.rename(tmp_path / "model.bin")
+    assert "begins with zeros only" in call_nvmeio("inspect", tmp_path / "model.bin").err
+
+
 def test_a_shard_and_a_folder_of_mds_are_listed(tmp_path):
     shard = mds_folder(tmp_path)
     for path in (tmp_path, shard):
@@ -99,6 +111,7 @@ DAMAGED = {
     "member": (TWO[: 1536 + 2], "a member has 5 bytes, 2 are left", ["a"]),
     "header cut": (TWO[: 1024 + 100], "it ends within a header", ["a"]),
     "end": (TWO[:2048], "has no end-of-archive blocks", ["a", "b"]),
+    "zeros": (TWO + bytes(2 << 20), "may be an interrupted download", ["a", "b"]),
     "joined": (TWO + TWO, "other bytes follow, which are not read", ["a", "b"]),
 }
 
@@ -186,6 +199,7 @@ def test_shards_of_mds_that_are_missing_or_differ_are_an_error(tmp_path):
         (content[:-1], "was truncated: it has"),
         (b"\1" + content[1:], "is not an MDS shard"),
         (content[:-8] + b"\0" * 16, "and the index says"),
+        (content[:8] + b"\xff" * 4 + content[12:], "sample 1 ends before it begins"),
         (None, "is missing"),
     ):
         if changed is None:

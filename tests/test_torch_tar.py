@@ -350,6 +350,14 @@ class TestDamaged:
         with pytest.warns(UserWarning, match="ends at byte 512, and other bytes follow"):
             assert len(TarDataset(path)) == 1
 
+    @pytest.mark.parametrize("head", [b"", block()], ids=["all", "rest"])
+    def test_zeros_in_the_place_of_a_download_are_reported(self, tmp_path, head):
+        path = tmp_path / "a.tar"
+        path.write_bytes(head)
+        os.truncate(path, 2 << 20)
+        with pytest.warns(UserWarning, match="it may be an interrupted download"):
+            TarDataset(path)
+
     def test_a_missing_archive_is_named(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"directory: '.*missing\.tar'"):
             TarDataset(tmp_path / "missing.tar")

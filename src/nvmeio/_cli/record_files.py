@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import numpy as np
+
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.pieces import wrong_with
@@ -21,6 +23,8 @@ __all__ = [
 
 _MDS_INDEX = "index.json"
 _TEXT_BYTES_MAX = 64 << 20
+# How many offsets of samples are read at once.
+_PLACES_AT_ONCE = 1 << 20
 
 
 def tar_contents(path: str) -> dict[str, Any] | None:
@@ -31,7 +35,7 @@ def tar_contents(path: str) -> dict[str, Any] | None:
             file.seek(offset)
             return file.read(nbytes)
 
-        if not is_tar(read(0, HEAD_BYTES)):
+        if not is_tar(read(0, HEAD_BYTES), path):
             return None
         archive = Archive(path, os.fstat(file.fileno()).st_size, read)
         members: list[dict[str, Any]] = []
@@ -102,10 +106,25 @@ def mds_contents(path: str) -> dict[str, Any] | None:
             f"{path}: it is an MDS shard that was truncated: it has {size} bytes, and its "
             f"{samples} samples end at {end}"
         )
+    if (wrong := _first_out_of_order(path, samples)) is not None:
+        raise CommandError(
+            f"{path}: it is a damaged MDS shard: sample {wrong} ends before it begins"
+        )
     said = {"samples": samples, "columns": columns}
     one: dict[str, Any] = {"name": os.path.basename(path), "kind": f"{samples} samples"}
     members = [{**one, "bytes": size - first, "offset": first}]
     return {"format": "mds", "metadata": said, "tensors": [], "members": members}
+
+
+def _first_out_of_order(path: str, samples: int) -> int | None:
+    """Return the first sample of an MDS shard that ends before it begins, if any."""
+    for first in range(0, samples, _PLACES_AT_ONCE):
+        count = min(_PLACES_AT_ONCE, samples - first) + 1
+        places = np.fromfile(path, "<u4", count, offset=4 * (first + 1))
+        wrong = places[1:] < places[:-1]
+        if wrong.any():
+            return first + int(wrong.argmax())
+    return None
 
 
 def is_mds_folder(path: str, names: list[str]) -> bool:

@@ -17,7 +17,8 @@ _ZEROS = bytes(_BLOCK)
 # The limit of a long name or a pax header, which may have a few file attributes of 64 KiB
 # each.
 _EXTENDED_BYTES_MAX = 16 << 20
-# How many bytes after the end of an archive are searched for another archive.
+# How many bytes after the end of an archive are searched for another archive.  More are
+# in no record: tar makes those of 10 KiB, and for tapes of 1 MiB at most.
 _BEHIND_BYTES = 1 << 20
 
 # Types of headers.  Links, devices, folders and FIFOs have no data, whatever size they
@@ -52,9 +53,12 @@ def decoded(encoded: bytes | bytearray) -> str:
     return encoded.decode("utf-8", "surrogateescape")
 
 
-def is_tar(head: bytes) -> bool:
+def is_tar(head: bytes, path: str) -> bool:
     """Return whether a file that begins with `head` is a tar archive, perhaps damaged."""
-    return head[257:262] == b"ustar" or _size_in(head[:_BLOCK]) is not None
+    if head[257:262] == b"ustar" or _size_in(head[:_BLOCK]) is not None:
+        return True
+    # An archive without members has only zeros, as others have after a crash.
+    return head[:_BLOCK] == _ZEROS and path.endswith(".tar")
 
 
 class Archive:
@@ -147,12 +151,20 @@ class Archive:
             )
 
     def _check_end(self, at: int) -> None:
-        """Note bytes after the end, such as another archive, which other readers ignore."""
-        behind = self._read(at, min(self._size - at, _BEHIND_BYTES))
-        if behind.strip(b"\0"):
+        """Note what follows the end and should not, and is not read.
+
+        Behind the end, tar fills the last record with zeros.
+        """
+        left = self._size - at
+        if self._read(at, min(left, _BEHIND_BYTES)).strip(b"\0"):
             self.remarks.append(
                 f"ends at byte {at}, and other bytes follow, which are not read: archives "
                 "that were joined must be read one by one"
+            )
+        elif left > _BEHIND_BYTES:
+            self.remarks.append(
+                f"ends at byte {at}, and {left} bytes follow, the first of them zeros: it "
+                "may be an interrupted download"
             )
 
     def _take_extended(

@@ -47,8 +47,8 @@ class TarDataset(RecordDataset):
     Warns
     -----
     UserWarning
-        An archive may be incomplete: it lacks the end-of-archive blocks, or other bytes
-        follow them.
+        An archive may be incomplete: it lacks the end-of-archive blocks, or other bytes,
+        or more than 1 MiB of zeros, follow them.
 
     Notes
     -----
