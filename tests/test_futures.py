@@ -22,6 +22,7 @@ from children import run_child
 from helpers import DEPTH, ENGINES, PAGE, SLOW, Guarded, no_descriptors, pattern, plugged
 from mounts import SLOW_PLACES
 from nvmeio._events.listener import Listener
+from nvmeio.futures import ThreadListener
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -50,6 +51,23 @@ def run_in(loop, coroutine):
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
+
+
+def test_a_request_may_be_done_while_its_listener_closes(open_handle, path):
+    class Awaited(set):
+        """Another thread removes the requests as soon as this one has looked."""
+
+        def __len__(self):
+            size = super().__len__()
+            self.clear()
+            return size
+
+    path.write_bytes(pattern(PAGE))
+    listener = ThreadListener()
+    request = open_handle().submit_read(bytearray(PAGE), path)
+    listener._awaited = Awaited([request])
+    listener.close()
+    assert request.wait() == PAGE
 
 
 @pytest.fixture

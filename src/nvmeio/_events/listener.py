@@ -135,10 +135,11 @@ class Listener(ABC):
 
     def close(self) -> None:
         """Stop listening."""
-        while self._awaited:
-            request = self._awaited.pop()
+        # A copy, made in one call, because other threads remove what is done meanwhile.
+        for request in self._awaited.copy():
             for callback in self._callbacks:
                 request._remove_done_callback(callback)
+        self._awaited.clear()
 
     @abstractmethod
     def _wake(self) -> None:
