@@ -371,13 +371,19 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("words", "status"), [(["doctor"], 1), (["--help"], 0)])
-def test_a_closed_pipe_is_no_error(words, status):
+def test_a_closed_pipe_is_no_error(words, status, unbuffered):
     ours, theirs = os.pipe()
     os.close(ours)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     try:
         done = subprocess.run(
-            command(*words), stdout=theirs, stderr=subprocess.PIPE, timeout=WATCHDOG_S
+            command(*words),
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            env=environment,
+            timeout=WATCHDOG_S,
         )
     finally:
         os.close(theirs)

@@ -1,6 +1,7 @@
 """Parse command lines: sizes, times, options with underscores, errors of one line."""
 
 import argparse
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -45,6 +46,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # The reader may be gone; since Python 3.11 argparse does the same.
+        with contextlib.suppress(OSError):
+            super()._print_message(message, file)
 
 
 def hyphenated(words: Iterable[str]) -> list[str]:
