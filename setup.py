@@ -100,11 +100,13 @@ def look_for(feature, compiler):
     """Look for a feature; return its record: built, version, flags, and why not built."""
     variable = f"NVMEIO_WITH_{feature.name.upper()}"
     wish = os.environ.get(variable, "auto")
-    if wish == "find" and feature.name == "openmp":  # src/nvmeio/_native/gomp.h
+    values = ["auto", "yes", "no", *(["find"] if feature.name == "openmp" else [])]
+    if wish not in values:
+        allowed = f"{', '.join(values[:-1])} or {values[-1]}"
+        raise OptionError(f"{variable} is {wish!r}; it must be {allowed}")
+    if wish == "find":  # src/nvmeio/_native/gomp.h
         flags = ["-DNVMEIO_FINDS_GOMP=1", "-ldl"]
         return {"built": True, "version": "", "flags": flags, "reason": ""}
-    if wish not in ("auto", "yes", "no"):
-        raise OptionError(f"{variable} is {wish!r}; it must be auto, yes or no")
     if wish == "no":
         return {"built": False, "version": "", "flags": [], "reason": f"{variable}=no"}
     if feature.name == "liburing" and LIBURING:

@@ -225,10 +225,14 @@ def test_a_missing_library_set_to_yes_is_an_error_that_names_its_package(
     assert not built.folder.exists()
 
 
-def test_an_invalid_value_of_a_build_variable_is_an_error(build):
-    built = build(NVMEIO_WITH_OPENMP="maybe")
+@pytest.mark.parametrize(
+    ("feature", "wish", "allowed"),
+    [("LIBURING", "find", "auto, yes or no"), ("OPENMP", "maybe", "auto, yes, no or find")],
+)
+def test_an_invalid_value_of_a_build_variable_is_an_error(build, feature, wish, allowed):
+    built = build(**{"NVMEIO_WITH_LIBURING": "no", f"NVMEIO_WITH_{feature}": wish})
     assert built.status != 0
-    assert "is 'maybe'; it must be auto, yes or no" in built.lines[-1]
+    assert f"is {wish!r}; it must be {allowed}" in built.lines[-1]
 
 
 # Without optimization, which is slow.
