@@ -277,10 +277,8 @@ def _with_flags(part: Part, tensor: Any) -> Any:
     if "parameter" in part.flags:
         return torch_module().nn.Parameter(tensor, requires_grad=wants)
     if "buffer" in part.flags:
-        make = getattr(torch_module().nn, "Buffer", None)
-        # Before torch 2.5 there is no such class.
-        if make is not None:
-            tensor = make(tensor, persistent="transient" not in part.flags)
+        persistent = "transient" not in part.flags
+        tensor = torch_module().nn.Buffer(tensor, persistent=persistent)
     return tensor.requires_grad_() if wants else tensor
 
 
