@@ -247,9 +247,12 @@ cdef class File:
         return 0 if result >= 0 else raise_unclosed(result, self.path)
 
     cdef nvmeio_file *lend(self) except NULL:
+        cdef nvmeio_file *c
+        if not self.passing:
+            return self.retain()
         # Nobody else has a file that was opened for one request.
-        cdef nvmeio_file *c = self.c
-        if not self.passing or c == NULL:
+        c = self.c
+        if c == NULL:
             return self.retain()
         self.c = NULL
         return c

@@ -105,12 +105,13 @@ cdef class OpenFiles:
 
     cdef int keep(self, object key, Known known) except -1:
         """Remember a file; drop those that are closed now and then."""
-        if len(self.shared) >= self.forget_at:
-            for other, old in list(self.shared.items()):
-                if not (<Known> old).is_open():
-                    self.shared.pop(other, None)
-            self.forget_at = 2 * len(self.shared) + 64
-        self.shared[key] = known
+        with cython.critical_section(self):
+            if len(self.shared) >= self.forget_at:
+                for other, old in list(self.shared.items()):
+                    if not (<Known> old).is_open():
+                        self.shared.pop(other, None)
+                self.forget_at = 2 * len(self.shared) + 64
+            self.shared[key] = known
         return 0
 
 
