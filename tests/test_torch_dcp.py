@@ -153,6 +153,15 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+def test_a_target_whose_storage_was_freed_is_refused(tmp_path, writer):
+    save(tmp_path, {"a": torch.ones(2)}, writer)
+    freed = torch.zeros(2)
+    freed.untyped_storage().resize_(4)
+    with pytest.raises(CheckpointException, match="'a' cannot be filled: its storage was"):
+        load(tmp_path, {"a": freed})
+
+
+@pytest.mark.parametrize("writer", WRITERS)
 def test_lazy_tensors_of_a_file_are_resolved(tmp_path, writer):
     state = {
         "conjugate": torch.randn(30_000, dtype=torch.complex64).conj(),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
 
-__all__ = ["bytes_of", "content_problem", "storage_problem"]
+__all__ = ["bytes_of", "content_problem", "freed_problem", "storage_problem"]
 
 
 def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
@@ -55,21 +55,25 @@ def content_problem(tensor: Any) -> str:
 def storage_problem(tensor: Any) -> str:
     """Return why a strided tensor's elements are not in memory; "" if they are."""
     try:
-        nbytes = tensor.untyped_storage().nbytes()
+        problem = freed_problem(tensor)
         address = tensor.data_ptr()
     except RuntimeError as error:
         return f"torch has no address for it: {error}"
-    if not tensor.numel():
-        return ""
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum(
-        (extent - 1) * stride for extent, stride in extents
-    )
-    if (last + 1) * tensor.element_size() > nbytes:
-        return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
-    if not address:
+    if not problem and tensor.numel() and not address:
         return (
             f"it is a {type(tensor).__qualname__}, which has no memory of its own; pass "
             "the tensor that it wraps, such as to_local() of a DTensor"
         )
+    return problem
+
+
+def freed_problem(tensor: Any) -> str:
+    """Return why a tensor's storage is too small for it; "" if it is not."""
+    nbytes = tensor.untyped_storage().nbytes()
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum(
+        (extent - 1) * stride for extent, stride in extents
+    )
+    if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
+        return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
     return ""

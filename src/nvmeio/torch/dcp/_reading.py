@@ -23,9 +23,10 @@ from torch.futures import Future
 from nvmeio._arguments.checks import flag
 from nvmeio._native.file import File
 from nvmeio._streams.pending import Pending
+from nvmeio._tensors.memory import freed_problem
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
-from nvmeio.torch._bits import is_memory
+from nvmeio.torch._bits import is_memory, is_plain
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
     LARGE_BYTES,
@@ -164,6 +165,8 @@ def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
         raise AssertionError(
             f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
         )
+    if is_plain(target) and (problem := freed_problem(target)):
+        raise ValueError(f"{item.dest_index.fqn!r} cannot be filled: {problem}")
     return target
 
 
