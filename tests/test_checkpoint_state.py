@@ -1024,3 +1024,11 @@ def test_a_parameter_without_gradients_is_restored(tmp_path, dtype):
     assert type(found) is torch.nn.Parameter
     assert not found.requires_grad
     assert torch.equal(found, state)
+
+
+def test_a_conjugate_view_is_staged_at_any_address(checkpointer):
+    """torch's kernel of conj() crashes where its target is not aligned."""
+    value = torch.randn(2, dtype=torch.complex128).conj()
+    state = {"before": torch.zeros(1, dtype=torch.float64), "value": value}
+    checkpointer.save_async(1, state).result()
+    assert torch.equal(checkpointer.restore()["value"], value)

@@ -25,6 +25,7 @@ from nvmeio._streams.memory import Bytes
 from nvmeio._streams.writing import reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.sharing import start_of
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -145,6 +146,10 @@ def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:
     if not isinstance(value, np.ndarray):
         torch = torch_module()
         value = value.detach()
+        if start_of(target) % value.element_size():
+            # torch's kernels, such as that of conj(), crash at such an address.
+            memcpy(target, bytes_of(value))
+            return
         memcpy(torch.from_numpy(target).view(value.dtype).view(value.shape), value)
     elif value.flags.c_contiguous:
         memcpy(target, value.reshape(-1).view(np.uint8))
