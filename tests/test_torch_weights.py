@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import nvmeio.safetensors.torch as st
 import nvmeio.torch
+from children import run_child
 from helpers import descriptors_below
 from nvmeio.safetensors import SafetensorError
+from nvmeio.torch._weights import store
 from nvmeio.torch._weights.lazy import LazyTensor, arranged
 from nvmeio.torch._weights.order import Order
 
@@ -132,6 +135,10 @@ def results(model, x):
     found = call(model, x)
     found.float().square().sum().backward()
     return found.detach(), x.grad
+
+
+def store_of(model):
+    return next(model.parameters()).store
 
 
 def assert_equal(found, expected):
@@ -560,29 +567,74 @@ def test_a_file_that_changes_gives_an_error_and_no_results(tmp_path, monkeypatch
     assert_equal(results(model, x), expected)
 
 
-def test_ctrl_c_leaves_the_model_usable(tmp_path, monkeypatch):
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks for signals elsewhere")
+def test_ctrl_c_anywhere_leaves_the_model_usable(tmp_path):
+    """Its counts are right, and so are the rows of its table."""
+    found = run_child("interrupt_weights", folder=str(tmp_path)).report
+    assert found["left"] == {}
+    assert found["came"] >= found["places"] / 2
+
+
+def test_a_traceback_that_is_kept_holds_no_weights(tmp_path, monkeypatch):
+    """As the interactive Python keeps that of the last error."""
     model, path, x = made("linear", tmp_path)
     expected = results(model, x)
     nvmeio.torch.disk_offload(model, path, memory=least(model, path))
-    store = model[0].weight._store
-    calls = []
-
-    def interrupted(weight, reading):
-        calls.append(weight)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return type(store)._land(store, weight, reading)
-
-    monkeypatch.setattr(store, "_land", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        results(model, x)
-    monkeypatch.undo()
-    # Also while the traceback is kept, as by the interactive Python.
-    assert_equal(results(model, x), expected)
+    kept = []
     with pytest.raises(RuntimeError, match="shape") as caught:
         model[0](x[:, 1:])
+    kept.append(caught.value)
     assert_equal(results(model, x), expected)
-    assert caught.value
+    start = store._Reading.__init__
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        start(*arguments)
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        monkeypatch.setattr(store._Reading, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            model[2 * step :](x)
+        kept.append(caught.value)
+        assert_equal(results(model, x), expected)
+
+
+def test_a_thread_reads_again_what_another_one_gave_up(tmp_path, monkeypatch):
+    """Two wait for one read, of which the first is interrupted."""
+    model, path, x = made("linear", tmp_path)
+    expected = model[0](x)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    make, first, second = store._Reading._made, threading.Event(), threading.Event()
+
+    def interrupted(reading):
+        monkeypatch.setattr(store._Reading, "_made", make)
+        first.set()
+        assert second.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store._Reading, "_made", interrupted)
+    found = []
+
+    def use():
+        try:
+            found.append(model[0](x))
+        except BaseException as error:
+            found.append(error)
+
+    one = threading.Thread(target=use)
+    one.start()
+    assert first.wait(60)
+    reading = next(each.reading for each in store_of(model).weights if each.reading)
+    other = threading.Thread(target=use)
+    other.start()
+    while len(reading.waiting) < 2:
+        time.sleep(0.001)
+    second.set()
+    one.join()
+    other.join()
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert torch.equal(found[1], expected)
 
 
 def test_threads_use_a_model_at_the_same_time(tmp_path):

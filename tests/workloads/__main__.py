@@ -11,6 +11,7 @@ from pathlib import Path
 SUBJECTS = (
     *("activations", "callbacks", "checkpoints", "defaults", "devices", "exits", "faults"),
     *("forks", "futures", "loaders", "memory", "models", "optimizers", "signals"),
+    "weights",
 )
 
 

@@ -224,7 +224,8 @@ class Sweep:
     # Functions of Python's own that nvmeio relies on.
     LIBRARY = ("contextlib.py", "threading.py", "weakref.py", "_weakrefset.py")
 
-    def __init__(self):
+    def __init__(self, within="/nvmeio/"):
+        self.within = within
         note = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
         note.argtypes, note.restype = [ctypes.py_object] * 3, None
         self.note = note
@@ -237,7 +238,7 @@ class Sweep:
         code = frame.f_code
         name = os.path.basename(code.co_filename)
         if code not in self.points:
-            wanted = "/nvmeio/" in code.co_filename or name in self.LIBRARY
+            wanted = self.within in code.co_filename or name in self.LIBRARY
             steps = list(dis.get_instructions(code)) if wanted else []
             self.points[code] = {
                 step.offset

@@ -30,6 +30,11 @@ class Order:
             if place:
                 self._pairs[self._uses[place - 1], number] = place
 
+    def mend(self) -> None:
+        """Make the places true again after use() was interrupted."""
+        self._like = None
+        self._index()
+
     def use(self, number: int) -> None:
         """Note a use; several of one weight in a row count once."""
         uses = self._uses

@@ -168,8 +168,8 @@ def _compute_by_expert(
     ]
     parts = [value.weight.parts[number] for number in chosen for value in weights]
     store = weights[0].store
-    store.prefetch(parts)
     try:
+        store.prefetch(parts)
         return forward(self, hidden_states, top_k_index, top_k_weights)
     finally:
         store.forget_soon(parts)

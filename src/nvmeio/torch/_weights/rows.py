@@ -279,9 +279,11 @@ class Rows:
             # One for each set at a time, as if an index came once.
             sets, first = np.unique(ids % len(self._numbers), return_index=True)
             ways = self._used[sets].argmin(axis=1)
-            self._numbers[sets, ways] = ids[first]
-            self._used[sets, ways] = self._now
+            # Ctrl-C may come between: no number may stand for another row.
+            self._numbers[sets, ways] = -1
             self._kept[sets * WAYS + ways] = rows[first]
+            self._used[sets, ways] = self._now
+            self._numbers[sets, ways] = ids[first]
             ids, rows = np.delete(ids, first), np.delete(rows, first, axis=0)
             if not len(ids):
                 break

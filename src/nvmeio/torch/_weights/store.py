@@ -41,6 +41,7 @@ __all__ = [
     "least_room",
     "naming",
     "new_memory",
+    "no_inference",
     "over",
     "refuse_in_child",
 ]
@@ -198,6 +199,17 @@ class _Room:
     """A part of the limit for memory of a device, which is free once this is gone."""
 
 
+class _Held(weakref.ref[Any]):
+    """What holds memory, and how much; by identity, because arrays have no hash."""
+
+    __slots__ = ("nbytes",)
+    __hash__ = object.__hash__
+    nbytes: int
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class _Values:
     """The values of a weight, in memory or on a device."""
 
@@ -210,7 +222,7 @@ class _Values:
         self.copy: _Copy | None = None
         if room is not None:
             device = weight.device
-            with torch.inference_mode(False), torch.no_grad():
+            with no_inference():
                 self.tensor = self.tensor.to(device, non_blocking=True)
             module = torch.get_device_module(device)
             self.stream = module.current_stream(device)
@@ -253,6 +265,12 @@ class _Copy(NamedTuple):
     memory: npt.NDArray[np.uint8]
 
 
+class _Fetch:
+    """A call of fetch(), which is gone when that has ended, however it did."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Reading:
     """A weight that is being read."""
 
@@ -268,36 +286,48 @@ class _Reading:
         self.stored: npt.NDArray[np.uint8] | None = stored
         self.memory: npt.NDArray[np.uint8] | None = memory
         self.weight, self.request = weight, request
-        self.waiting = 0  # how many fetches want it
+        # The fetches that want it, while they go on.
+        self.waiting: weakref.WeakSet[_Fetch] = weakref.WeakSet()
         self.lock = threading.Lock()
+        self.is_abandoned = False
         self.values: _Values | None = None
 
-    def wait(self) -> _Values:
-        """Wait for the values; raise what failed."""
+    def wait(self) -> _Values | None:
+        """Wait for the values; raise what failed.
+
+        Return None if another thread has waited, and failed or was interrupted.
+        """
         with self.lock:
-            if self.values is None:
-                weight = self.weight
+            if self.values is None and not self.is_abandoned:
                 try:
-                    if self.request is not None:
-                        self.request.wait()
-                    for file in {each.file: None for each in weight.extents}:
-                        file.check_unchanged()
-                except Exception as error:
-                    raise naming(weight, error) from error
-                assert self.stored is not None
-                assert self.memory is not None
-                if self.stored is not self.memory:
-                    made = weight.values_of(self.stored)
-                    over(self.memory, weight.dtype, weight.shape).copy_(made)
-                    del made
-                self.values = _Values(weight, self.memory, self.room)
+                    self.values = self._made()
+                except BaseException as error:
+                    self.abandon()
+                    if isinstance(error, Exception):
+                        raise naming(self.weight, error) from error
+                    raise
                 self.stored = self.memory = self.room = None
             return self.values
+
+    def _made(self) -> _Values:
+        weight = self.weight
+        if self.request is not None:
+            self.request.wait()
+        for file in {each.file: None for each in weight.extents}:
+            file.check_unchanged()
+        assert self.stored is not None
+        assert self.memory is not None
+        if self.stored is not self.memory:
+            made = weight.values_of(self.stored)
+            over(self.memory, weight.dtype, weight.shape).copy_(made)
+            del made
+        return _Values(weight, self.memory, self.room)
 
     def is_done(self) -> bool:
         return self.request is None or self.request.done()
 
     def abandon(self) -> None:
+        self.is_abandoned = True
         if self.request is not None:
             self.request.cancel()
             with contextlib.suppress(CancelledError):
@@ -306,12 +336,22 @@ class _Reading:
         self.request = self.stored = self.memory = self.room = None
 
 
+def no_inference() -> contextlib.AbstractContextManager[Any]:
+    """Let tensors be made that autograd may save, also in inference.
+
+    Nothing is changed where nothing must be: Ctrl-C in one of torch's contexts may leave
+    gradients switched off.
+    """
+    enabled = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if enabled else contextlib.nullcontext()
+
+
 def over(
     memory: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """Make a tensor over memory; autograd may save it, also if it is made in inference."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    with torch.inference_mode(False), torch.no_grad():
+    with no_inference():
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         return whole[:size].view(dtype).view(torch.Size(shape)).detach()
 
@@ -427,7 +467,9 @@ class Store:
         self._window = max(min(AHEAD_BYTES, limit // AHEAD_SHARE), 2 * largest)
         self._ahead = 0
         self._used = 0
-        self._freed: deque[int] = deque()
+        # What holds this memory, and what held some and is gone.
+        self._held: set[_Held] = set()
+        self._freed: deque[Any] = deque()
         self._handle = default_handle()
         # A handle keeps the memory of what nobody waits for.
         self._reads: dict[_Reading, None] = {}
@@ -443,61 +485,63 @@ class Store:
         refuse_in_child(self._process, wanted[0])
         found: dict[Weight, torch.Tensor] = {}
         readings: dict[Weight, _Reading] = {}
-        with self._lock:
-            for weight in wanted:
-                if weight.is_part:
-                    weight.is_soon = False
-                    if weight in self._recent:
-                        self._recent[weight] = self._recent.pop(weight)
-                elif self._missing:
-                    self._order.use(self.numbers[weight])
-                self._count_ahead(weight, is_ahead=False)
-                # What is needed now is held, so it is not forgotten for what comes.
-                if weight.values is not None:
-                    found[weight] = weight.values.use()
-                    self.hits += 1
-                    continue
-                reading = weight.reading
-                if reading is None:
-                    self.waits_demanded += 1
-                    reading = self._start(weight, demanded=True)
-                    assert reading is not None
-                elif reading.is_done():
-                    self.hits += 1
-                else:
-                    self.waits_ahead += 1
-                reading.waiting += 1
-                readings[weight] = reading
-            if self._missing:
-                self._read_ahead()
-        begin = time.perf_counter() if readings else 0.0
+        this = _Fetch()
         try:
-            for weight, reading in readings.items():
-                found[weight] = self._land(weight, reading).use()
+            with self._lock:
+                for weight in wanted:
+                    if weight.is_part:
+                        weight.is_soon = False
+                        if weight in self._recent:
+                            self._recent[weight] = self._recent.pop(weight)
+                    elif self._missing:
+                        self._order.use(self.numbers[weight])
+                    self._count_ahead(weight, is_ahead=False)
+                    # What is needed now is held, so it is not forgotten for what comes.
+                    if weight.values is not None:
+                        found[weight] = weight.values.use()
+                        self.hits += 1
+                        continue
+                    readings[weight] = self._reading_of(weight, this)
+                if self._missing:
+                    self._read_ahead()
+            if readings:
+                begin = time.perf_counter()
+                for weight, reading in readings.items():
+                    found[weight] = self._land(weight, reading, this).use()
+                with self._lock:
+                    self.seconds_waited += time.perf_counter() - begin
         except BaseException:
             # The traceback must not keep them in memory.
             found.clear()
-            raise
-        finally:
-            with self._lock:
-                for reading in readings.values():
-                    reading.waiting -= 1
-                if readings:
-                    self.seconds_waited += time.perf_counter() - begin
             readings.clear()
+            del this
+            self._mend()
+            raise
+        readings.clear()
         return found
 
-    def _land(self, weight: Weight, reading: _Reading) -> _Values:
-        try:
-            values = reading.wait()
-        except BaseException:
+    def _reading_of(self, weight: Weight, fetch: _Fetch) -> _Reading:
+        """Return the read of a weight that is needed now, which may be going on."""
+        reading = weight.reading
+        if reading is None:
+            self.waits_demanded += 1
+            reading = self._start(weight, demanded=True)
+            assert reading is not None
+        elif reading.is_done():
+            self.hits += 1
+        else:
+            self.waits_ahead += 1
+        reading.waiting.add(fetch)
+        return reading
+
+    def _land(self, weight: Weight, reading: _Reading, fetch: _Fetch) -> _Values:
+        while (values := reading.wait()) is None:
             with self._lock:
-                self._reads.pop(reading, None)
+                if weight.values is not None:
+                    return weight.values
                 if weight.reading is reading:
-                    weight.reading = None
-                    self._count_missing(weight, 1)
-            reading.abandon()
-            raise
+                    self._drop(weight)
+                reading = self._reading_of(weight, fetch)
         with self._lock:
             self._reads.pop(reading, None)
             if values.copy is not None:
@@ -510,17 +554,57 @@ class Store:
                     self._recent[weight] = None
         return values
 
+    def _drop(self, weight: Weight) -> None:
+        """Give up the read of a weight, which was abandoned."""
+        if weight.reading is not None:
+            self._reads.pop(weight.reading, None)
+            weight.reading = None
+            self._count_missing(weight, 1)
+
+    def _mend(self) -> None:
+        """Make what is counted true again after an error, or Ctrl-C anywhere."""
+        with self._lock:
+            for weight in self.weights:
+                if weight.reading is not None and weight.reading.is_abandoned:
+                    weight.reading = None
+                if weight.is_part and weight.values is not None:
+                    self._recent.setdefault(weight)
+                weight.is_soon = False
+                weight.is_ahead &= weight.values is not None or weight.reading is not None
+            known = {each.reading for each in self.weights if each.reading is not None}
+            self._reads.update(dict.fromkeys(known))
+            for reading in self._reads.keys() - known:
+                # Nobody finds it any more; another thread may wait for it.
+                if not reading.waiting:
+                    reading.abandon()
+                self._reads.pop(reading, None)
+            for weight in [each for each in self._recent if each.values is None]:
+                del self._recent[weight]
+            self._missing = sum(
+                each.values is None and each.reading is None
+                for each in self.weights
+                if not each.is_part and not each.is_in_pieces
+            )
+            self._ahead = sum(each.nbytes for each in self.weights if each.is_ahead)
+            self._held = {each for each in self._held if each() is not None}
+            self._used = sum(each.nbytes for each in self._held)
+            self._order.mend()
+
     def prefetch(self, parts: Iterable[Weight]) -> None:
         """Start to read parts that are needed next, as far as there is room."""
-        with self._lock:
-            missing = []
-            for part in parts:
-                part.is_soon = True
-                if part.values is None and part.reading is None:
-                    missing.append(part)
-            for part in missing:
-                if self._start(part, demanded=False) is None:
-                    break
+        try:
+            with self._lock:
+                missing = []
+                for part in parts:
+                    part.is_soon = True
+                    if part.values is None and part.reading is None:
+                        missing.append(part)
+                for part in missing:
+                    if self._start(part, demanded=False) is None:
+                        break
+        except BaseException:
+            self._mend()
+            raise
 
     def forget_soon(self, parts: Iterable[Weight]) -> None:
         """End what prefetch() has begun: these parts are needed no sooner than others."""
@@ -542,9 +626,11 @@ class Store:
 
     def _count(self, holder: object, nbytes: int) -> None:
         """Count memory until its holder is gone."""
+        held = _Held(holder, self._freed.append)
+        held.nbytes = nbytes
+        self._held.add(held)
         self._used += nbytes
         self.bytes_peak = max(self.bytes_peak, self._used)
-        weakref.finalize(holder, self._freed.append, nbytes).atexit = False
 
     def _start(self, weight: Weight, *, demanded: bool) -> _Reading | None:
         """Start to read a weight; return None if that needs room, and is not demanded."""
@@ -585,7 +671,10 @@ class Store:
         while self._copies and self._copies[0].event.query():
             self._copies.popleft()
         while self._freed:
-            self._used -= self._freed.popleft()
+            held = self._freed.popleft()
+            if held in self._held:
+                self._held.discard(held)
+                self._used -= held.nbytes
 
     def _make_room(self, wanted: Weight, demanded: bool) -> bool:
         """Forget weights until there is room, only for later ones if not demanded."""
@@ -679,10 +768,8 @@ class Store:
             if self._used <= limit:
                 return
             assert weight.reading is not None
-            self._reads.pop(weight.reading, None)
             weight.reading.abandon()
-            weight.reading = None
-            self._count_missing(weight, 1)
+            self._drop(weight)
             self._count_freed()
 
     def _lack_of_memory(self, wanted: Weight) -> Exception:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nvmeio.torch._weights.rows import Rows
-from nvmeio.torch._weights.store import Store, Weight
+from nvmeio.torch._weights.store import Store, Weight, no_inference
 
 __all__ = ["DiskParameter"]
 
@@ -48,7 +48,7 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         made: Any,
     ) -> "DiskParameter":
         # As views of other tensors than those of inference, which are none themselves.
-        with torch.inference_mode(False):
+        with no_inference():
             found: DiskParameter = torch.Tensor._make_wrapper_subclass(
                 DiskParameter,
                 size,
@@ -185,8 +185,9 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             for each in target if isinstance(target, (list, tuple)) else [target]:
                 if type(each) is cls:
                     each._refuse(f"changed by {func}")
-        found = _fetched([*args, *options.values()])
+        found: dict[Weight, torch.Tensor] = {}
         try:
+            _fetch([*args, *options.values()], found)
             return func(
                 *[_read(each, found) for each in args],
                 **{name: _read(each, found) for name, each in options.items()},
@@ -300,17 +301,15 @@ def _rows_of(function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
     return None
 
 
-def _fetched(arguments: Sequence[Any]) -> dict[Weight, torch.Tensor]:
-    """Return the values of all weights among arguments, which are read together."""
+def _fetch(arguments: Sequence[Any], found: dict[Weight, torch.Tensor]) -> None:
+    """Find the values of all weights among arguments, which are read together."""
     stores: dict[Store, dict[Weight, None]] = {}
     for value in arguments:
         for each in value if type(value) in (list, tuple) else (value,):
             if type(each) is DiskParameter:
                 stores.setdefault(each._store, {})[each._weight] = None
-    found: dict[Weight, torch.Tensor] = {}
     for store, wanted in stores.items():
-        found |= store.fetch([*wanted])
-    return found
+        found.update(store.fetch([*wanted]))
 
 
 def _read(value: Any, found: Mapping[Weight, torch.Tensor]) -> Any:
