@@ -673,6 +673,45 @@ def test_a_model_that_is_gone_leaves_no_memory(tmp_path):
     assert nvmeio.pool_stats()["bytes_used"] <= before
 
 
+def test_a_model_that_is_gone_is_not_garbage(tmp_path):
+    """Its memory and its files must not stay until that is collected."""
+    model, path, x = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    # Torch imports modules the first time, which keep frames for a while.
+    model(x)
+    twin = copy.deepcopy(model)
+    gc.collect()
+    gc.disable()
+    try:
+        model(x)
+        twin(x)
+        del model
+        with pytest.raises(RuntimeError, match="converted"):
+            twin.half()
+        assert descriptors_below(tmp_path) != []
+        del twin
+        assert descriptors_below(tmp_path) == []
+    finally:
+        gc.enable()
+
+
+def test_a_wrapped_model_is_found(tmp_path):
+    """As peft wraps it: its attributes are those of the model inside."""
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    outer = nn.Sequential(model)
+    assert nvmeio.torch.disk_stats(outer) == nvmeio.torch.disk_stats(model)
+    other, *_ = made("linear", tmp_path)
+    nvmeio.torch.disk_offload(other, path, memory="1MiB")
+    with pytest.raises(ValueError, match="2 modules of this model were passed to disk_off"):
+        nvmeio.torch.remove_disk_offload(nn.Sequential(outer, other))
+    assert nvmeio.torch.remove_disk_offload(outer) is outer
+    assert_equal(results(outer, x), expected)
+    with pytest.raises(ValueError, match="are not on a drive"):
+        nvmeio.torch.disk_stats(model)
+
+
 PASSES = """
     import re
     import sys

@@ -2,7 +2,6 @@
 
 import fnmatch
 import os
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -298,7 +297,7 @@ def remove_disk_offload(model: nn.Module) -> nn.Module:
     Parameters
     ----------
     model : torch.nn.Module
-        A model that ``disk_offload`` returned.
+        A model that ``disk_offload`` returned, or a module around it.
 
     Returns
     -------
@@ -323,7 +322,7 @@ def remove_disk_offload(model: nn.Module) -> nn.Module:
     >>> nvmeio.torch.remove_disk_offload(model).weight.shape
     torch.Size([10, 10])
     """
-    _offload_of(model).end(model)
+    _end(_owner(model))
     return model
 
 
@@ -333,7 +332,7 @@ def disk_stats(model: nn.Module) -> dict[str, int | float]:
     Parameters
     ----------
     model : torch.nn.Module
-        A model that ``disk_offload`` returned.
+        A model that ``disk_offload`` returned, or a module around it.
 
     Returns
     -------
@@ -360,17 +359,24 @@ def disk_stats(model: nn.Module) -> dict[str, int | float]:
     >>> nvmeio.torch.disk_stats(model)["bytes_total"]
     440
     """
-    return _offload_of(model).stats()
+    found: _Source = vars(_owner(model))[_ATTRIBUTE]
+    return found.stats()
 
 
-def _offload_of(model: nn.Module) -> "_Offload":
-    found = getattr(model, _ATTRIBUTE, None)
-    if not isinstance(found, _Offload):
+def _owner(model: nn.Module) -> nn.Module:
+    """Return the module that was passed to disk_offload(); others may wrap it."""
+    found = [module for module in model.modules() if _ATTRIBUTE in vars(module)]
+    if not found:
         raise ValueError(
             "the weights of this model are not on a drive; pass the module that "
             "disk_offload() returned"
         )
-    return found
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} modules of this model were passed to disk_offload(); pass one "
+            "of them"
+        )
+    return found[0]
 
 
 def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -517,18 +523,6 @@ class _Offload:
             calls.append([each.parts[0] if each.parts else each for each in found])
         return calls
 
-    def stats(self) -> dict[str, int | float]:
-        """Return what was read of weights and of rows of tables."""
-        found = self.store.stats()
-        for rows in self.rows.values():
-            read = rows.stats()
-            found["row_hits"] = found.get("row_hits", 0) + read["hits"]
-            found["row_misses"] = found.get("row_misses", 0) + read["misses"]
-            for name in ("bytes_limit", "bytes_used", "bytes_peak"):
-                found[name] += read["bytes_used"]
-            found["bytes_read"] += read["bytes_read"]
-        return found
-
     def begin(self) -> None:
         """Read the buffers, and then replace the parameters, which does not fail."""
         buffers = [_read_now(weight) for *_, weight in self.buffers]
@@ -546,10 +540,10 @@ class _Offload:
             compute_by_expert(self.model)
         for module in self.model.modules():
             if any(type(each) is DiskParameter for each in module.parameters()):
-                module._apply = types.MethodType(_apply, module)
-                module.extra_repr = types.MethodType(_extra_repr, module)
+                module._apply = _Method(_apply, module)
+                module.extra_repr = _Method(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
-        setattr(self.model, _ATTRIBUTE, self)
+        setattr(self.model, _ATTRIBUTE, _Source(self.store, self.rows))
 
     def _move_rest(self) -> None:
         """Move what stays in memory to the device that computes."""
@@ -569,35 +563,81 @@ class _Offload:
             else:
                 value.data = moved[id(value)]
 
-    def end(self, model: nn.Module) -> None:
-        """Read all weights into parameters of their own, in a model or in its copy."""
-        made: dict[int, nn.Parameter] = {}
-        slots = []
-        for _, module, slot, value in _named(model, "_parameters"):
-            if type(value) is DiskParameter:
-                if id(value) not in made:
-                    found = _read_now(value.weight)
-                    made[id(value)] = nn.Parameter(found, requires_grad=False)
-                slots.append((module, slot, made[id(value)]))
-        for module, slot, value in slots:
-            module._parameters[slot] = value
-        _refresh(model)
-        for module in model.modules():
-            vars(module).pop("_apply", None)
-            vars(module).pop("extra_repr", None)
-            _unhook(module)
-        compute_as_before(model)
-        delattr(model, _ATTRIBUTE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offload":
-        # A copy of the model has the same weights.
-        return self
+class _Unpickled:
+    """A part of a model that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a model whose weights are on a drive cannot be pickled; save what "
             "state_dict() returns"
         )
+
+
+class _Source(_Unpickled):
+    """Where a model has its weights from; it keeps no module."""
+
+    def __init__(self, store: Store, rows: Mapping[Weight, Rows]) -> None:
+        self.store, self.rows = store, rows
+
+    def stats(self) -> dict[str, int | float]:
+        """Return what was read of weights and of rows of tables."""
+        found = self.store.stats()
+        for rows in self.rows.values():
+            read = rows.stats()
+            found["row_hits"] = found.get("row_hits", 0) + read["hits"]
+            found["row_misses"] = found.get("row_misses", 0) + read["misses"]
+            for name in ("bytes_limit", "bytes_used", "bytes_peak"):
+                found[name] += read["bytes_used"]
+            found["bytes_read"] += read["bytes_read"]
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Source":
+        # A copy of the model has the same weights.
+        return self
+
+
+class _Method(_Unpickled):
+    """A method of one module instead of that of its class, which does not keep the module.
+
+    Otherwise a model, with its memory and files, stayed until garbage is collected.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.function, self.module = function, weakref.ref(module)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        module = self.module()
+        if module is None:
+            raise RuntimeError(
+                "this module is a shallow copy of one that is gone, whose weights are on a "
+                "drive; use copy.deepcopy"
+            )
+        return self.function(module, *arguments, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
+        return _Method(self.function, memo.get(id(self.module()), self.module()))
+
+
+def _end(model: nn.Module) -> None:
+    """Read all weights into parameters of their own, in a model or in its copy."""
+    made: dict[int, nn.Parameter] = {}
+    slots = []
+    for _, module, slot, value in _named(model, "_parameters"):
+        if type(value) is DiskParameter:
+            if id(value) not in made:
+                found = _read_now(value.weight)
+                made[id(value)] = nn.Parameter(found, requires_grad=False)
+            slots.append((module, slot, made[id(value)]))
+    for module, slot, value in slots:
+        module._parameters[slot] = value
+    _refresh(model)
+    for module in model.modules():
+        vars(module).pop("_apply", None)
+        vars(module).pop("extra_repr", None)
+        _unhook(module)
+    compute_as_before(model)
+    delattr(model, _ATTRIBUTE)
 
 
 def _unhook(module: nn.Module) -> None:
