@@ -39,6 +39,7 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False).eval()
         self.embed = nn.Embedding(50, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH).eval()
         self.head = nn.Linear(WIDTH, 50, bias=False)
@@ -313,6 +314,7 @@ WRITES = {
     "to": (lambda model, state: model.to(torch.float64), "converted"),
     "half": (lambda model, state: model.half(), "converted"),
     "half of a part": (lambda model, state: model.embed.half(), "converted"),
+    "to empty": (lambda model, state: model.to_empty(device="cpu"), "replaced"),
     "to meta": (lambda model, state: model.to("meta"), "converted"),
     "load": (lambda model, state: model.load_state_dict(state), "loaded"),
     "assign": (lambda model, state: model.load_state_dict(state, assign=True), "loaded"),

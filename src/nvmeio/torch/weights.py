@@ -670,6 +670,8 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
             if (made.dtype, made.device) != (parameter.dtype, parameter.device):
                 kept = f"{parameter.dtype} on {parameter.device}"
                 parameter._refuse(f"converted from {kept} to {made.dtype} on {made.device}")
+            if made is not parameter:
+                parameter._refuse("replaced by another tensor")
     found: nn.Module = type(self)._apply(self, fn, recurse)
     return found
 
