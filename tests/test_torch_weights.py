@@ -347,6 +347,9 @@ WRITES = {
     "train one": (lambda model, state: model.head.weight.requires_grad_(), "trained"),
     "share": (lambda model, state: model.share_memory(), "shared memory"),
     "address": (lambda model, state: model.head.weight.data_ptr(), "address"),
+    "DLPack": (lambda model, state: torch.from_dlpack(model.head.weight), "DLPack"),
+    "DLPack of numpy": (lambda model, state: np.from_dlpack(model.head.weight), "DLPack"),
+    "shallow copy": (lambda model, state: copy.copy(model.head.weight).zero_(), "changed"),
 }
 
 
@@ -364,6 +367,15 @@ def test_changes_are_refused_before_anything_is_changed(tmp_path, write):
     assert "remove_disk_offload" in str(caught.value)
     assert_equal(model.buffers(), buffers)
     assert_equal(results(model, x), expected)
+
+
+def test_what_bypasses_the_parameter_gets_no_address(tmp_path):
+    model, path, _ = made("tied", tmp_path)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    for found in (model.head.weight, model.head.weight.t(), model.head.weight[1]):
+        for ask in (torch.utils.dlpack.to_dlpack, torch.Tensor.data_ptr):
+            with pytest.raises(RuntimeError, match="data pointer"):
+                ask(found)
 
 
 def test_between_calls_a_parameter_says_what_it_is(tmp_path):

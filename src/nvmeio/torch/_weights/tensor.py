@@ -57,6 +57,8 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
                 dtype=dtype,
                 device=weight.device,
             )
+        # What asks C++ for the address, as DLPack does, would read where nothing is.
+        torch._C._set_throw_on_mutable_data_ptr(found)
         found._weight, found._store, found._made = weight, store, made
         return found
 
@@ -208,8 +210,11 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             f"dtype={self.dtype})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DiskParameter":
+    def __copy__(self) -> "DiskParameter":
         # It never changes.
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DiskParameter":
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -232,6 +237,10 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
         """Raise RuntimeError: the values have no address while nobody holds them."""
         self._refuse("asked for its address")
         raise AssertionError
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raise RuntimeError: another library could change the values."""
+        self._refuse("passed through DLPack")
 
     def untyped_storage(self) -> Any:
         """Raise RuntimeError: the values have no storage while nobody holds them."""
