@@ -97,13 +97,22 @@ def test_values_are_multiplied_by_scales(tmp_path, shape, kind):
 def test_bad_arguments_are_refused(tmp_path):
     path = tmp_path / "table.safetensors"
     st.save_file(
-        {"a": torch.zeros(4, 6), "b": torch.zeros(4, 3), "c": torch.zeros(4)}, path
+        {
+            "a": torch.zeros(4, 6),
+            "b": torch.zeros(4, 3),
+            "c": torch.zeros(4),
+            "e": torch.zeros(()),
+            "f": torch.zeros(4, 0),
+        },
+        path,
     )
     for words, names, options in (
         ("no tensor 'd'", "d", {}),
         (r"no tensor 'd\.\*'", "d.*", {}),
         ("several dtypes or widths", ["a", "b"], {}),
         (r"shape \(4,\)", "c", {}),
+        (r"shape \(\); it must have rows", "e", {}),
+        (r"shape \(4, 0\); its rows are empty", "f", {}),
         (r"where n divides 3", "b", {"scales": "a"}),
         ("memory", "a", {"memory": "much"}),
     ):
@@ -117,13 +126,30 @@ def test_bad_arguments_are_refused(tmp_path):
             call(torch.tensor([-1]))
         with pytest.raises(TypeError, match="float32"):
             call(torch.tensor([1.0]))
+        with pytest.raises(TypeError, match="rows are a list; they must be a tensor"):
+            call([1])
     with pytest.raises(RuntimeError, match="only its rows"):
         found.weight.sum()
+    with pytest.raises((AttributeError, KeyError)):
+        found.weight = nn.Parameter(torch.ones(4, 6))
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(found)
     assert copy.deepcopy(nn.Sequential(found))[0] is found
     assert str(found) == "DiskEmbedding(4, 6, dtype=torch.float32)"
     assert found.state_dict() == {}
+
+
+def test_a_table_of_integers_is_converted(tmp_path):
+    """To the dtype that was asked for; with scales by default to float32."""
+    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    scales = torch.rand(ROWS)
+    st.save_file({"values": values, "scales": scales}, tmp_path / "table.safetensors")
+    ids = numbers_of(0, ROWS)
+    expected = (values.float() * scales[:, None])[ids]
+    found = nvmeio.torch.DiskEmbedding(tmp_path, "values", scales="scales")
+    assert torch.equal(found(ids), expected)
+    found = nvmeio.torch.DiskEmbedding(tmp_path, "values", dtype=torch.float16)
+    assert torch.equal(found(ids), values[ids].half())
 
 
 @pytest.mark.parametrize("change", ["cut", "rewritten"])

@@ -101,9 +101,13 @@ class DiskEmbedding(nn.Module):  # type: ignore[misc]  # torch is Any here
             self._table = Rows(table, limit, factors, prefetches=True)
             weight = DiskParameter.of(table, Store([table], [], 0), self._table)
         weakref.finalize(self._table, source.close).atexit = False
-        # Not as a parameter of the module: it cannot be saved as a whole.
-        self.__dict__["weight"] = weight
+        self._weight = (weight,)
         self.num_embeddings, self.embedding_dim = table.shape
+
+    @property
+    def weight(self) -> DiskParameter:
+        """The table; no parameter of the module, because it cannot be saved as a whole."""
+        return self._weight[0]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of the table.
@@ -122,6 +126,8 @@ class DiskEmbedding(nn.Module):  # type: ignore[misc]  # torch is Any here
         ------
         IndexError
             A number is negative, or not less than ``num_embeddings``.
+        TypeError
+            `ids` is no tensor of int64 or int32.
         """
         return self._table.read(ids)
 
@@ -137,7 +143,7 @@ class DiskEmbedding(nn.Module):  # type: ignore[misc]  # torch is Any here
 
         Raises
         ------
-        IndexError
+        IndexError, TypeError
             As of a call.
 
         Examples

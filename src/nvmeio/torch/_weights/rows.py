@@ -38,7 +38,11 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(weight: Weight) -> "_Source":
-        row_bytes = weight.stored_bytes // max(1, weight.shape[0])
+        row_bytes = weight.shape[1:].numel() * weight.stored.itemsize
+        if not row_bytes:
+            raise ValueError(
+                f"{weight.name} has the shape {tuple(weight.shape)}; its rows are empty"
+            )
         if weight.making is not None or any(
             each.place % row_bytes or each.nbytes % row_bytes for each in weight.extents
         ):
@@ -157,8 +161,10 @@ class Rows:
 
     def _checked(self, ids: torch.Tensor) -> Ids:
         refuse_in_child(self._process, self.weight)
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"rows are {ids.dtype}; they must be int64 or int32")
+        kind = ids.dtype if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
+        if kind not in (torch.int64, torch.int32):
+            raise TypeError(f"rows are {kind}; they must be a tensor of int64 or int32")
+        ids = ids.detach().cpu()
         found: Ids = np.sort(ids.numpy().astype(np.int64, copy=False), axis=None)
         # np.unique() takes five times as long for some thousand.
         found = found[np.diff(found, prepend=found[:1] - 1) != 0]
@@ -172,18 +178,18 @@ class Rows:
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows by their numbers, which may be in a tensor of any shape."""
+        wanted = self._checked(ids)
         device = self.weight.device
         if device.type == "cpu":
             device = ids.device
         ids = ids.detach().cpu()
-        wanted = self._checked(ids)
         if not len(wanted):
             shape = (*ids.shape, *self.weight.shape[1:])
             return torch.empty(shape, dtype=self.weight.dtype, device=device)
         with self._lock:
             rows = self._read(wanted)
         found = self._converted(rows)
-        numbers = ids.reshape(-1).long()
+        numbers = ids.reshape(-1).long().contiguous()
         known = torch.from_numpy(wanted)
         if not torch.equal(known, numbers):
             found = found[torch.searchsorted(known, numbers)]
@@ -191,7 +197,7 @@ class Rows:
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start to read rows that are read next, as far as there is memory for them."""
-        wanted = self._checked(ids.detach().cpu())
+        wanted = self._checked(ids)
         with self._lock:
             missing = wanted[~self._find(wanted)[1]]
             for reading in self._readings:

@@ -59,7 +59,10 @@ def stacked(
     tensors = [source.tensor(name) for name in found]
     if len({(each.dtype, each.shape[1:], each.dim()) for each in tensors}) > 1:
         raise ValueError(f"{some(found)} have several dtypes or widths")
-    return source.weight(found[0], torch.cat(tensors), dtype, False)
+    if not tensors[0].dim():
+        raise ValueError(f"{found[0]} has the shape (); it must have rows")
+    whole = torch.cat(tensors)
+    return source.weight(found[0], whole.to(dtype or whole.dtype), None, True)
 
 
 class Checkpoint:
