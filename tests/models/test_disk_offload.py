@@ -200,6 +200,7 @@ def test_a_model_computes_as_in_memory(folder, family, dtype):
     assert stats["bytes_read"] <= total
     assert not model.training
     assert model.dtype == resident.dtype == dtype
+    assert model.name_or_path == resident.name_or_path == str(folder)
     assert (
         model.generation_config == resident.generation_config if model.can_generate() else 1
     )

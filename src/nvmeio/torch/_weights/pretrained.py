@@ -72,7 +72,8 @@ def loaded_from(
             "disk_offload()"
         )
     model, unused = _load(known[0], config, source, dtype or "auto", 4)
-    model.config.name_or_path = folder
+    # Adapters save it as the name of the model that they are for.
+    model.name_or_path = model.config.name_or_path = folder
     if model.can_generate() and os.path.isfile(
         os.path.join(folder, "generation_config.json")
     ):
