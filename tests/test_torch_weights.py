@@ -409,6 +409,8 @@ def test_between_calls_a_parameter_says_what_it_is(tmp_path):
     assert torch.equal(pickle.loads(pickle.dumps(found)), weight)
     assert model.to("cpu") is model
     assert model.float() is model
+    with pytest.raises(ValueError, match=r"is on a drive, .*remove_disk_offload"):
+        st.save_file(model.state_dict(), tmp_path / "other.safetensors")
 
 
 def test_print_says_what_is_on_the_drive(tmp_path):

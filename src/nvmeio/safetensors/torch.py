@@ -110,9 +110,10 @@ def _has_no_memory(tensor: torch.Tensor) -> str:
     try:
         if tensor.untyped_storage().data_ptr():
             return ""
-    except RuntimeError:
-        # A wrapper may have no storage, or refuse to show it.
-        pass
+    except RuntimeError as error:
+        # A wrapper may have no storage, or refuse to show it and say why.
+        if kind.untyped_storage is not torch.Tensor.untyped_storage:
+            return str(error)
     return (
         f"it is a {kind.__module__}.{kind.__qualname__}, which wraps other tensors; pass "
         "those, or its dequantize()"
