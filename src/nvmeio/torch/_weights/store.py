@@ -790,8 +790,14 @@ class Store:
                 f"{words}; it has {len(wanted.parts)} experts, which are read one by one "
                 f"if the model's experts_implementation is {BY_EXPERT!r}"
             )
+        if not held:
+            return RuntimeError(
+                f"{words}, and reads of other threads take it; give more memory, or "
+                "compute with fewer threads"
+            )
         return RuntimeError(
-            f"{words}, and the program holds {some}; release them, or give more memory"
+            f"{words}, and the program holds {some}, or another thread computes with them; "
+            "release them, or give more memory"
         )
 
     def stats(self) -> dict[str, int | float]:
