@@ -251,7 +251,8 @@ wheels: $(VENV)/.nvmeio-tools
 
 # RELEASES selects systems, such as RELEASES='bookworm trixie'.  debootstrap makes each once.
 test-wheels: $(TESTS_INSTALLED)
-	scripts/setup-machine $(PY) debootstrap
+	scripts/setup-machine $(PY) debootstrap \
+		$$(command -v qemu-aarch64-static >/dev/null || echo qemu-user-static)
 	PYTHONPATH=tests $(PY) scripts/test_wheels.py $(RELEASES)
 
 # CHECKS selects some, such as CHECKS='version tree'.

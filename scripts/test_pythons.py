@@ -1,9 +1,9 @@
 """Run the tests that need no torch on other Pythons: [PYTHON...] [-- OPTION...].
 
-Each PYTHON is an interpreter; by default these are all CPythons from 3.10 on that are in
-PATH or in pyenv, one of each version, except the one that runs this script.  Each gets a
-virtual environment in build/pythons, where the objects of its modules are kept too.
-OPTIONs are options of pytest.  At the end, this prints what differs between the versions.
+Each PYTHON is an interpreter; by default these are all of find-pythons that have a GIL,
+except the one that runs this script.  Each gets a virtual environment in build/pythons,
+where the objects of its modules are kept too.  OPTIONs are options of pytest.  At the end,
+this prints what differs between the versions.
 """
 
 import importlib.metadata
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "pythons"
-OLDEST = 10
 JOBS = os.environ.get("JOBS", "2")
 # "3.13t" is 3.13 without the GIL.
 VERSION = "import sys, sysconfig, ensurepip, venv; print('%d.%d' % sys.version_info[:2] + "
@@ -49,18 +48,17 @@ def version_of(python: str) -> str:
     return done.stdout.strip()
 
 
-def found() -> dict[str, str]:
+def find_pythons() -> dict[str, str]:
     """Return the interpreters of this system by version, one of each from 3.10 on."""
-    programs = [shutil.which(f"python3.{minor}") for minor in range(OLDEST, 31)]
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    programs += [str(path) for path in sorted(pyenv.glob("*/bin/python"))]
-    versions: dict[str, str] = {}
-    for program in filter(None, programs):
-        version = version_of(program)
-        if re.fullmatch(r"3\.\d+", version) and int(version[2:]) >= OLDEST:
-            versions.setdefault(version, program)
-    versions.pop(version_of(sys.executable), None)
-    return versions
+    command = (ROOT / "scripts" / "find-pythons",)
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return dict(line.split(maxsplit=1) for line in text.splitlines())
+
+
+def found() -> dict[str, str]:
+    """Return the interpreters with a GIL, but for the one that runs this."""
+    own = version_of(sys.executable)
+    return {v: path for v, path in find_pythons().items() if v != own and v[-1] != "t"}
 
 
 def run(command: Collection[Any], log: Path, **options: Any) -> int:
