@@ -310,6 +310,27 @@ def test_second_derivatives_are_the_same(tmp_path):
     assert_equal(second(model), expected)
 
 
+TRANSFORMS = {
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
+    "grad of each": lambda model, x: torch.func.vmap(
+        torch.func.grad(lambda row: model(row).square().sum())
+    )(x),
+    "jvp": lambda model, x: torch.stack(torch.func.jvp(model, (x,), (x,))),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](x)[0],
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_functions_give_the_same(tmp_path, transform):
+    model, path, x = made("linear", tmp_path)
+    expected = transform(model, x)
+    nvmeio.torch.disk_offload(model, path, memory=least(model, path))
+    assert torch.equal(transform(model, x), expected)
+
+
 WRITES = {
     "to": (lambda model, state: model.to(torch.float64), "converted"),
     "half": (lambda model, state: model.half(), "converted"),
