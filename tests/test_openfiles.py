@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 
 import pytest
 
@@ -187,6 +188,32 @@ def test_hundreds_of_files_in_flight_need_few_descriptors(slow_handle, folder):
         assert [request.wait() for request in requests] == [400] * 300
     assert targets == list(contents.values())
     assert left_open(folder) == []
+
+
+def test_a_descriptor_that_came_free_unseen_is_used(slow_handle, path):
+    """The last request in flight ends, and what is closed is none of the handle's files."""
+    path.write_bytes(pattern(400))
+    target, fillers = bytearray(400), []
+
+    def free_them(*_):
+        while fillers:
+            os.close(fillers.pop())
+        cancel_all(plugs)
+
+    # The handler runs where the submission waits for requests in flight.
+    with plugged(slow_handle, path.parent) as plugs, few_descriptors(4) as none_left:
+        while not none_left():
+            fillers.append(os.dup(0))
+        # One may be left, of the two that it tries to make.
+        with contextlib.suppress(OSError):
+            fillers.append(os.dup(0))
+        before = signal.signal(signal.SIGALRM, free_them)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            assert slow_handle.submit_read(target, path).wait() == 400
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    assert target == pattern(400)
 
 
 @pytest.mark.parametrize("by", ["object", "descriptor"])

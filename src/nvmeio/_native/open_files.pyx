@@ -74,13 +74,15 @@ cdef class OpenFiles:
 
     cdef File find(self, object file, bint writing, bint ragged):
         cdef File found = self.find_open(file, writing)
+        cdef bint again = True
         while ragged and not found.page_cache_open:
             try:
                 open_page_cache(found)
             except OSError as error:
                 # The request may not need it; if it does, the library reports the error.
-                if not await_descriptors(self, error):
+                if not lacks_descriptors(error) or not again:
                     break
+                again = release_some(self)
         return found
 
     cdef File find_open(self, object file, bint writing):
@@ -126,6 +128,7 @@ cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct):
 
 cdef File open_patiently(OpenFiles files, object file, bint writing):
     """Open a path or descriptor; if descriptors run out, wait for completions and retry."""
+    cdef bint again = True
     while True:
         try:
             if isinstance(file, int):
@@ -133,20 +136,23 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
             flags = O_WRONLY | O_CREAT if writing else O_RDONLY
             return open_path(file, flags, "wb" if writing else "rb", files.direct)
         except OSError as error:
-            if not await_descriptors(files, error):
+            if not lacks_descriptors(error) or not again:
                 raise
+            again = release_some(files)
 
 
-cdef bint await_descriptors(OpenFiles files, object error) except -1:
-    """If descriptors ran out, wait until one may be free; return False otherwise."""
+cdef bint lacks_descriptors(object error) except -1:
     if error.errno is None:
         # A signal handler raised it.
         raise error
-    return error.errno in (errno.EMFILE, errno.ENFILE) and release_some(files)
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 cdef bint release_some(OpenFiles files) except -1:
-    """Wait until a file is closed; return False if nothing in flight holds one."""
+    """Wait until a file is closed; return False if nothing in flight holds one.
+
+    Even then one may have been closed between the failure and this call: try once more.
+    """
     before = count_open(files)
     while True:
         busy = files.workers.pending() > 0
