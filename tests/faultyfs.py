@@ -4,6 +4,7 @@ Faults of a kind of file system are those of the mount.  A KIND is
 
 ``inodes``      each getattr gives a file another inode number
 ``flock=38``    flock(2) fails with this errno
+``uncached``    the kernel remembers neither names nor attributes
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write``, ``fsync``, ``rename``, ``flush`` (each close(2), which returns its
@@ -19,8 +20,9 @@ dict of
 ``flip``        change the byte at this offset of the file
 ``times``       strike at most this often
 
-With ``getattr``, ``links`` is the link count of each file.  With ``open``, ``mode`` is the
-access mode that fails, such as os.O_RDWR.  Names cannot be exchanged.
+With ``getattr``, ``links`` is the link count of each file, and ``error`` strikes only paths
+that begin with ``under``: they cannot be looked up.  With ``open``, ``mode`` is the access
+mode that fails, such as os.O_RDWR.  Names cannot be exchanged.
 
 ``user.fired`` counts how often each fault has struck, ``user.waiting`` the calls that wait.
 ``NAME.plain`` is the file NAME too, without faults.  The process ends at the end of its
@@ -149,6 +151,8 @@ class FaultyFS(fuse.Operations):
         return self.files[path]
 
     def getattr(self, path, fh=None):
+        if path.startswith(self.faults.get("getattr", {}).get("under", "//")):
+            self.strike("getattr", path)
         if path in self.folders:
             number = {"st_ino": next(self.numbers)} if self.numbers else {}
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2} | number
@@ -286,6 +290,8 @@ def main(mountpoint, *kinds):
     fuse.fuse_operations = Calls
     # hard_remove: remove open files at once, without renaming them first.
     options = {"use_ino": True, "attr_timeout": 0} if "inodes" in kinds else {}
+    if "uncached" in kinds:
+        options = {"entry_timeout": 0, "attr_timeout": 0}
     Server(
         FaultyFS(kinds),
         mountpoint,

@@ -1,6 +1,7 @@
 """nvmeio.checkpoint.drain: copying folders elsewhere, and copies of steps."""
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from children import Child, run_tool
-from fuse_mounts import FAULTYFS, fuse_refusal, served
+from fuse_mounts import FAULTYFS, empty, fuse_refusal, served
 from helpers import pattern
 from mounts import unmount
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
@@ -534,6 +535,36 @@ def test_a_failed_drain_is_reported_and_saving_goes_on(tmp_path, caplog):
     with pytest.raises(OSError, match="far"):
         saver.close()
     assert same(Checkpointer(tmp_path / "near").restore(), 2)
+
+
+@pytest.mark.parametrize("code", [errno.ETIMEDOUT, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_that_cannot_be_looked_up_is_not_missing(fuse_kinds, tmp_path, code, named):
+    """Neither an older step nor a copy of an older save takes its place."""
+    folder = fuse_kinds("uncached")
+    empty(folder)
+    control = folder / "control"
+    control.touch()
+    near, far = folder / "near", tmp_path / "far"
+    with Checkpointer(near, drain_to=far) as saver:
+        saver.save(1, state_of(1))
+        saver.save(2, state_of(2))
+        saver.drained.result()
+    with Checkpointer(near) as saver:
+        saver.save(2, state_of(3))
+    if not named:
+        (near / ".nvmeio-latest").unlink()
+    lookups = {"error": code, "under": f"/{near.name}/step-2"}
+    for kept in (Checkpointer(near), Checkpointer(near, drain_to=far)):
+        os.setxattr(control, "user.faults", json.dumps({"getattr": lookups}).encode())
+        calls = (kept.restore, functools.partial(kept.restore, 2), kept.latest)
+        for call in (*calls, functools.partial(kept.remove, 2)):
+            with pytest.raises(OSError, match="step-2") as caught:
+                call()
+            assert caught.value.errno == code
+        os.setxattr(control, "user.faults", b"{}")
+        assert same(kept.restore(), 3)
+        kept.close()
 
 
 def test_unreachable_copies_do_not_disturb_local_steps(tmp_path, monkeypatch):

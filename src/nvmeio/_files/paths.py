@@ -14,6 +14,7 @@ __all__ = [
     "absolute",
     "absolute_folder",
     "dangling",
+    "exists",
     "exists_now",
     "has_name",
     "is_anothers",
@@ -96,6 +97,27 @@ def is_within(place: str) -> bool:
     return bool(place) and "\0" not in place and not {"", ".", ".."} & set(parts)
 
 
+def exists(path: str | bytes, *, follow: bool = False) -> bool:
+    """Return whether a name exists.
+
+    os.path.exists() and lexists() take each error, such as that of a server which does not
+    answer, for no.
+    """
+    try:
+        os.stat(path, follow_symlinks=follow)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+# What link(2) says of a folder whose new name does not exist.  Other errors are those of
+# the look for the name.
+_NO_LINK = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EACCES, errno.EROFS, errno.EXDEV),
+    *(errno.EMLINK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
+)
+
+
 def exists_now(path: str) -> bool:
     """Return whether a name exists, even if this host remembers that it does not.
 
@@ -103,15 +125,19 @@ def exists_now(path: str) -> bool:
     asks the file system again; and a link to a folder is never made.  The dot makes sure
     that it is a folder, not a symbolic link to one, which could be linked.
     """
-    if os.path.lexists(path):
+    if exists(path):
         return True
     folder = os.path.dirname(path)
-    if not os.path.lexists(folder) and not (folder != path and exists_now(folder)):
+    if not exists(folder) and not (folder != path and exists_now(folder)):
         return False
     try:
         os.link(os.path.join(folder, "."), path)
+    except FileExistsError:
+        return True
     except OSError as error:
-        return error.errno == errno.EEXIST
+        if error.errno in _NO_LINK:
+            return False
+        raise OSError(error.errno, error.strerror, path) from error
     return True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, best_effort, cut, opened
-from nvmeio._files.paths import mount_of, naming, resolved, synced_folder
+from nvmeio._files.paths import exists, mount_of, naming, resolved, synced_folder
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement
@@ -54,7 +54,7 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
     is a symbolic link, the new file does not get the mode of what that leads to.
     """
     is_link = os.path.islink(target)
-    is_old = not is_link and os.path.exists(target)
+    is_old = not is_link and exists(target)
     if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
         # Opening it says why, such as EROFS, or EPERM of chattr +i.
         opened(target, os.O_WRONLY).close()

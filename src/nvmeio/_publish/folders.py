@@ -11,7 +11,7 @@ from collections.abc import Callable
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
 from nvmeio._files.locks import in_child_close
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import exists, naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio._publish.attributes import become_like
@@ -92,7 +92,7 @@ class Unfinished:
             )
         parent = os.path.dirname(self.target)
         with opened(parent, FOLDER) as descriptor:
-            old = self.replace and os.path.lexists(self.target)
+            old = self.replace and exists(self.target)
             if old:
                 _check_target(self.target, self.replace)
                 become_like(self.descriptor, self.target)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import opened
-from nvmeio._files.paths import is_anothers, is_strangers, naming
+from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
 __all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
@@ -182,7 +182,7 @@ def _remove(path: str, found: OwnerOf | None) -> bool:
             return False
         if found and found["kind"] == ASIDE:
             target = os.path.join(os.path.dirname(path), found["name"])
-            if not os.path.lexists(target):
+            if not exists(target):
                 os.rename(path, target)
                 return False
         if stat.S_ISDIR(mode):

@@ -15,7 +15,7 @@ from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.kinds import MANIFEST, STEP
-from nvmeio._files.paths import absolute_folder
+from nvmeio._files.paths import absolute_folder, exists
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
@@ -800,7 +800,7 @@ class Checkpointer:
             try:
                 self._remove(step)
             except Exception:  # fsspec may raise any type
-                if stopped and self._copies is not None and os.path.lexists(folder):
+                if stopped and self._copies is not None and exists(folder):
                     self._copies.begin(step, folder)
                 raise
             self._tell(f"step {step} was removed nevertheless")

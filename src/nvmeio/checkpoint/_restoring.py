@@ -12,7 +12,7 @@ import numpy as np
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close, unlock
-from nvmeio._files.paths import leads_to
+from nvmeio._files.paths import exists_now, leads_to
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._safetensors.file import ModelFile
@@ -54,8 +54,10 @@ class Held:
             self._lock()
             self.manifest = read_manifest(folder, step, self._open_regular)
         except BaseException as error:
-            moved = not self.is_there()
-            self.close()
+            try:
+                moved = not self.is_there()
+            finally:
+                self.close()
             if moved and isinstance(error, (CheckpointError, OSError)):
                 raise MovedError(
                     f"{folder} was removed or replaced while it was read"
@@ -96,7 +98,7 @@ class Held:
     def is_there(self) -> bool:
         """Return whether the folder that was opened still has its name."""
         if self._place.number < 0:
-            return os.path.lexists(self.folder)
+            return exists_now(self.folder)
         return leads_to(self.folder, self._place.number, follow=False)
 
     def _require_place(self) -> None:
@@ -115,8 +117,10 @@ class Held:
     def __exit__(self, kind: object, error: object, where: object) -> None:
         # If the folder was replaced, the error is not about this step: files are opened by
         # path, so they may have been the other folder's.
-        moved = isinstance(error, (CheckpointError, OSError)) and not self.is_there()
-        self.close()
+        try:
+            moved = isinstance(error, (CheckpointError, OSError)) and not self.is_there()
+        finally:
+            self.close()
         if moved:
             raise MovedError(f"{self.folder} was removed or replaced while it was read")
 

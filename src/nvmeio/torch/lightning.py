@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from nvmeio._files.folders import make_folders
+from nvmeio._files.paths import exists
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.torch.serialization import load, save_to
 
@@ -106,7 +107,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
             As ``nvmeio.torch.load``.
         """
         name = _local(path)
-        if not os.path.exists(name):
+        if not exists(name, follow=True):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         safe = True if weights_only is None else weights_only
         return load(name, map_location=map_location, weights_only=safe)
@@ -122,7 +123,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         name = _local(path)
         if os.path.isdir(name) and not os.path.islink(name):
             remove_tree(name)
-        elif os.path.lexists(name):
+        elif exists(name):
             os.unlink(name)
 
 

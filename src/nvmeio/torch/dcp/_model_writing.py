@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute, naming
+from nvmeio._files.paths import absolute, exists, naming
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name, remove_left, temporary_name
@@ -215,9 +215,7 @@ thread_count_consolidation
         parts = sorted(parts)
         if len(set(map(_whole, parts))) < len(parts):
             raise RuntimeError(f"several ranks wrote a file of the same name: {parts}")
-        missing = [
-            part for part in parts if not os.path.lexists(os.path.join(folder, part))
-        ]
+        missing = [part for part in parts if not exists(os.path.join(folder, part))]
         if missing:
             raise FileNotFoundError(
                 errno.ENOENT,

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._files.descriptors import closing, cut
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute, naming
+from nvmeio._files.paths import absolute, exists, naming
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, renaming, temporary_name
@@ -140,7 +140,7 @@ class Claim:
     @property
     def is_held(self) -> bool:
         """Whether nothing was published yet, and no later save has begun."""
-        return os.path.lexists(self.path)
+        return exists(self.path)
 
     def check(self) -> None:
         """Raise FileExistsError if a later save has begun."""
@@ -297,7 +297,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
         path = os.fspath(self._get_metadata_path())
-        if not self.use_collectives and os.path.lexists(path):
+        if not self.use_collectives and exists(path):
             raise FileExistsError(
                 errno.EEXIST,
                 "the folder has a checkpoint of all ranks, which would be loaded first; "
@@ -484,7 +484,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         left = (shards_of(claim.target) or set()) | set(_left_in(folder, rank))
         # Only this rank's names: other ranks may write to other file systems.
         for name in self._save.names:
-            if not os.path.lexists(os.path.join(folder, name)):
+            if not exists(os.path.join(folder, name)):
                 claim.check()
                 words = "this save has written it, and another process has removed it"
                 raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
