@@ -88,7 +88,7 @@ def test_a_lack_of_descriptors_is_an_error_with_the_path_and_passes(tmp_path):
     path = tmp_path / "source"
     done = run_with_faults(
         "open_without_descriptors",
-        "openat:error=EMFILE:when=1",
+        "openat:error=EMFILE:when=1..2",
         folder=str(tmp_path),
         only=path,
     )
