@@ -32,6 +32,7 @@ from nvmeio._streams import reading
 from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
+    _checkpointer,
     _locks,
     _manifest,
     _restoring,
@@ -40,6 +41,7 @@ from nvmeio.checkpoint import (
     drain,
 )
 from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._roots import StepFolder
 from workloads.checkpoints import same, state_of
 
 # The files of a root, besides its steps.
@@ -504,6 +506,40 @@ class TestDamage:
             checkpointer.verify(1)
             with pytest.raises(TypeError, match="progress is 5"):
                 checkpointer.verify(1, progress=5)
+
+
+class TestARemovedLock:
+    """Somebody took the file of a lock for a stale one, and another process began."""
+
+    def test_a_save_replaces_and_prunes_nothing(self, tmp_path, monkeypatch):
+        commit = StepFolder.commit
+        first, second = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path, keep=3)
+
+        def late(folder, *, sync):
+            monkeypatch.undo()
+            (tmp_path / ".nvmeio-lock").unlink()
+            second.save(9, state_of(9))
+            second.save(10, state_of(10))
+            commit(folder, sync=sync)
+
+        monkeypatch.setattr(StepFolder, "commit", late)
+        with first, second:
+            with pytest.raises(BlockingIOError, match="this file of the lock was removed"):
+                first.save(10, state_of(666))
+            assert second.steps() == [9, 10]
+            assert same(second.restore(), state_of(10))
+            second.save(11, state_of(11))
+
+    def test_a_step_is_not_removed(self, tmp_path, monkeypatch):
+        def late(place, step):
+            (tmp_path / ".nvmeio-lock").unlink(missing_ok=True)
+
+        monkeypatch.setattr(_checkpointer, "name_another", late)
+        with Checkpointer(tmp_path) as saver:
+            saver.save(1, state_of(1))
+            with pytest.raises(BlockingIOError, match="this file of the lock was removed"):
+                saver.remove(1)
+            assert same(saver.restore(), state_of(1))
 
 
 class TestAsync:

@@ -117,6 +117,13 @@ class WriterLock(_Lock):
         """Whether the lock is held, and its file still exists under its name."""
         return self.descriptor >= 0 and leads_to(self.path, self.descriptor, follow=False)
 
+    def require(self) -> None:
+        """Raise BlockingIOError if the lock's file was removed since it was taken."""
+        if not self.has_name:
+            words = "this file of the lock was removed, so another may write here; nothing "
+            words += "was replaced or removed"
+            raise BlockingIOError(errno.EAGAIN, words, self.path)
+
     def release(self) -> None:
         """Release the lock."""
         self.close()

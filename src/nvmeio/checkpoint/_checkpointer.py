@@ -490,7 +490,7 @@ class Checkpointer:
         def stopped() -> bool:
             return future is not None and future.cancelled()
 
-        with StepFolder(target) as folder:
+        with StepFolder(target, self._steps.root.lock) as folder:
             plan.write(folder, stopped, copied)
             # From here on, cancel() returns False.
             if future is not None and not future._begun():

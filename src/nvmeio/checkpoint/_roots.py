@@ -297,13 +297,15 @@ def require_ours(folder: str, found: str | None = None, doing: str = "replaced")
 class StepFolder(Unfinished):
     """A temporary folder that gets the name of a step, and replaces only a step."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, lock: WriterLock) -> None:
         require_ours(target)
         super().__init__(target, replace=True)
+        self._writing = lock
 
     def commit(self, *, sync: bool) -> None:
-        """Give the folder its final name."""
+        """Give the folder its final name, if its root is still locked."""
         require_ours(self.target)
+        self._writing.require()
         super().commit(sync=sync)
 
     def _replace(self, path: str, target: str) -> None:
@@ -333,9 +335,7 @@ class Root:
 
     def __init__(self, path: str) -> None:
         self.where = path
-        self._lock = WriterLock(
-            path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
-        )
+        self.lock = WriterLock(path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints")
         # Those that were found damaged, and complete, with the identity of the folder.
         self._damaged: dict[int, Identity] = {}
         self._complete: dict[int, tuple[Identity, ...]] = {}
@@ -513,16 +513,16 @@ class Root:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
-        remove_unfinished(self.where, _is_name_of_ours, own=not self._lock.take())
+        remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())
 
     def release(self) -> None:
         """Release the lock."""
-        self._lock.release()
+        self.lock.release()
 
     def copy(self, step: int, copy: Copy) -> int:
         """Copy a step into a temporary folder, which then gets its name."""
         target = self.folder(step)
-        with StepFolder(target) as folder:
+        with StepFolder(target, self.lock) as folder:
             nbytes = copy(Folder(folder.path, target))
             folder.commit(sync=True)
         self.written(step)
@@ -548,6 +548,7 @@ class Root:
                 raise BlockingIOError(errno.EAGAIN, words, folder)
 
             def remove() -> None:
+                self.lock.require()
                 self.removed.add(step)
                 try:
                     set_aside(folder)
