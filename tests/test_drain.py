@@ -1,11 +1,14 @@
 """nvmeio.checkpoint.drain: copying folders elsewhere, and copies of steps."""
 
 import errno
+import fcntl
 import functools
 import json
 import logging
 import os
 import shutil
+import socket
+import stat
 import threading
 from concurrent.futures import CancelledError
 
@@ -565,6 +568,72 @@ def test_a_step_that_cannot_be_looked_up_is_not_missing(fuse_kinds, tmp_path, co
         os.setxattr(control, "user.faults", b"{}")
         assert same(kept.restore(), 3)
         kept.close()
+
+
+def in_store(tmp_path):
+    """Return the root of another host without steps, whose copies are 1 and 2."""
+    fsspec.filesystem("memory").store.clear()
+    with Checkpointer(tmp_path / "near", drain_to="memory://run/9") as saver:
+        for step in (1, 2):
+            saver.save(step, state_of(step))
+            saver.drained.result()
+    return tmp_path / "other"
+
+
+def while_fetched(monkeypatch, call):
+    """Call a function after the first file of each fetch of step 2 was read."""
+    read = _places.Remote.read
+
+    def slow(place, name):
+        yield from read(place, name)
+        if name.startswith("step-2/") and name.endswith("/manifest.json"):
+            call()
+
+    monkeypatch.setattr(_places.Remote, "read", slow)
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_a_fetch_that_is_removed_says_nothing_about_the_copy(tmp_path, monkeypatch, times):
+    """As by a clean-up of temporary files."""
+    root, removed = in_store(tmp_path), []
+
+    def clean_up():
+        # Reading the manifest comes first, and needs no folder.
+        for each in root.glob(".*") if times is None or len(removed) < times else ():
+            shutil.rmtree(each)
+            removed.append(each)
+
+    while_fetched(monkeypatch, clean_up)
+    other = Checkpointer(root, drain_to="memory://run/9")
+    if times is None:
+        with pytest.raises(CheckpointError, match="what was fetched of it, was replaced"):
+            other.restore()
+        monkeypatch.undo()
+    assert same(other.restore(), 2)
+    assert removed
+    assert other.steps() == [1, 2]
+
+
+def test_a_writer_leaves_alone_what_another_host_fetches(tmp_path, monkeypatch):
+    """Where locks of folders are not seen by other hosts, as on NFS."""
+    root, flock, saved = in_store(tmp_path), fcntl.flock, []
+
+    def without_folders(file, operation):
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
+            flock(file, operation)
+
+    def save():
+        if any(root.glob(".*")) and not saved:
+            monkeypatch.undo()
+            monkeypatch.setattr(fcntl, "flock", without_folders)
+            with Checkpointer(root) as writer:
+                saved.append(writer.save(0, state_of(0)))
+
+    monkeypatch.setattr(fcntl, "flock", without_folders)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    while_fetched(monkeypatch, save)
+    assert same(Checkpointer(root, drain_to="memory://run/9").restore(), 2)
+    assert saved
 
 
 def test_unreachable_copies_do_not_disturb_local_steps(tmp_path, monkeypatch):

@@ -17,7 +17,13 @@ from nvmeio._files.paths import dangling, exists_now, is_anothers, is_strangers,
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
-from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
+from nvmeio.checkpoint._errors import (
+    CheckpointError,
+    GoneError,
+    MovedError,
+    NotDamagedError,
+    is_lost,
+)
 from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import FILES, TREE
 from nvmeio.checkpoint._places import Folder, Place
@@ -469,7 +475,7 @@ class Root:
                 if self._is_foreign(folder):
                     raise GoneError from None
                 raise
-        raise CheckpointError(f"{folder} was replaced {TRIES} times while it was read")
+        raise NotDamagedError(f"{folder} was replaced {TRIES} times while it was read")
 
     def _is_foreign(self, folder: str) -> bool:
         """Return whether a folder has files, and none of them has a name of ours."""

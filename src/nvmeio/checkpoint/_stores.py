@@ -21,10 +21,17 @@ import numpy as np
 from nvmeio._files.descriptors import Descriptor, opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP
+from nvmeio._files.paths import leads_to
 from nvmeio._native.file import File
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import is_dead, remove_left, temporary_name
-from nvmeio.checkpoint._errors import CheckpointError, GoneError, MovedError, is_lost
+from nvmeio.checkpoint._errors import (
+    CheckpointError,
+    GoneError,
+    MovedError,
+    NotDamagedError,
+    is_lost,
+)
 from nvmeio.checkpoint._manifest import (
     FILES,
     MANIFEST_BYTES_MAX,
@@ -201,6 +208,7 @@ class Store:
 
     def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
         """Fetch `files` of a step, and read them; again if they were replaced meanwhile."""
+        gone: Exception | None = None
         for _ in range(TRIES):
             attempts = self._attempts(step)
             if not attempts:
@@ -211,8 +219,9 @@ class Store:
             try:
                 with self._fetched(step, attempt, files) as held:
                     return read(held)
-            except MovedError:
-                # Another program has removed the temporary folder.
+            except MovedError as error:
+                # Another program has removed the temporary folder: the copy is as it was.
+                gone = error
                 continue
             except (CheckpointError, OSError) as error:
                 if attempt not in self._attempts(step):
@@ -224,13 +233,14 @@ class Store:
                     words = f"{error}; the copy may be intact, so try again"
                     raise OSError(errno.EREMOTEIO, words, where) from error
                 if isinstance(error, FileNotFoundError):
-                    error = CheckpointError(f"{where}: {error}")
+                    # Of this host: a caller that begins anew must not do so here.
+                    raise NotDamagedError(f"{where}: {error}") from error
                 if is_lost(error):
                     self._damaged.add(attempt.folder)
                     self._complete.discard(step)
                 raise error from None
-        words = f"was replaced {TRIES} times while it was read"
-        raise CheckpointError(f"{self.where}/step-{step} {words}")
+        words = f"or what was fetched of it, was replaced {TRIES} times while it was read"
+        raise NotDamagedError(f"{self.where}/step-{step}, {words}") from gone
 
     @contextlib.contextmanager
     def _fetched(
@@ -241,21 +251,39 @@ class Store:
         make_folders(self._root)
         # What a process of this host has left that was killed while it fetched a step.
         remove_left(self._root, is_dead)
-        target = os.path.join(self._root, f"step-{step}")
+        # No name of a step, which the root's writer could take for what it may remove.
+        target = os.path.join(self._root, f"fetched-step-{step}")
         with Unfinished(target, replace=True) as folder:
-            for name in FILES:
-                path = os.path.join(folder.path, name)
-                with File(path, "x") as file:
-                    if name not in files:
-                        # Not read, but its size is checked.
-                        os.truncate(path, attempt.sizes[name])
-                        continue
-                    at = 0
-                    for piece in self._files.read(f"{attempt.folder}/{name}"):
-                        default_handle().write(piece, file, at)
-                        at += len(piece)
+            try:
+                for name in FILES:
+                    self._fetch(attempt, name, folder.path, files)
+            except FileNotFoundError as error:
+                if leads_to(folder.path, folder.descriptor):
+                    raise
+                raise MovedError(f"{folder.path} was removed") from error
             with Held(folder.path, step) as held:
                 yield held
+
+    def _fetch(
+        self, attempt: _Attempt, name: str, folder: str, files: Collection[str]
+    ) -> None:
+        path = os.path.join(folder, name)
+        with File(path, "x") as file:
+            if name not in files:
+                # Not read, but its size is checked.
+                os.truncate(path, attempt.sizes[name])
+                return
+            at = 0
+            for piece in self._pieces(f"{attempt.folder}/{name}"):
+                default_handle().write(piece, file, at)
+                at += len(piece)
+
+    def _pieces(self, path: str) -> Iterator[Any]:
+        """Read a file, which the store has listed; raise CheckpointError if it is gone."""
+        try:
+            yield from self._files.read(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.where}/{path} is missing: {error}") from error
 
     def take(self, step: int) -> None:
         """Remember the attempts at steps from `step` on; later ones of others are errors.
