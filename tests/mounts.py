@@ -26,6 +26,25 @@ SIZES_MIN = {"ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 128 * MIB}
 IMAGE_NAME = re.compile(r"nvmeio-loop-(\d+)-\w+\.img")
 
 
+@contextlib.contextmanager
+def overlay(lower, folder):
+    """Mount overlayfs over a folder, with its other folders in `folder`; yield the path."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    upper, work, merged = (folder / name for name in ("upper", "work", "merged"))
+    for each in (upper, work, merged):
+        each.mkdir()
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    try:
+        run_tool("mount", "-t", "overlay", "-o", layers, "overlay", merged)
+    except AssertionError as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    try:
+        yield merged
+    finally:
+        unmount(merged)
+
+
 def unmount(folder, patience_s=WATCHDOG_S):
     """Unmount, once the kernel has finished the I/O of processes that have ended."""
     deadline = time.monotonic() + patience_s

@@ -1219,12 +1219,12 @@ class TestLocks:
             checkpointer.save(1, 1)
             set_aside, held = _roots.set_aside, []
 
-            def set_aside_late(folder):
+            def set_aside_late(folder, first):
                 path = os.path.join(folder, "manifest.json")
                 with open(path) as manifest, pytest.raises(BlockingIOError):
                     fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 held.append(folder)
-                set_aside(folder)
+                set_aside(folder, first)
 
             monkeypatch.setattr(_roots, "set_aside", set_aside_late)
             checkpointer.save(2, 2)

@@ -852,7 +852,7 @@ def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path):
     assert child.process.returncode == -signal.SIGKILL
     child.finish()
     new = tmp_path / "new"
-    assert [*new.glob(".step-1.*")]
+    assert [*new.glob(".fetched-step-1.*")]
     save(tmp_path / "other", "shelf://bucket/run", 1)
     assert value(Checkpointer(new, drain_to="shelf://bucket/run").restore()) == 1
     assert not [*new.iterdir()]
@@ -1052,10 +1052,10 @@ def test_an_empty_manifest_does_not_hide_the_copy_before_it(tmp_path, shelf):
 def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
     set_aside = _roots.set_aside
 
-    def refused(folder):
+    def refused(folder, first):
         if folder.endswith("step-1"):
             raise OSError(errno.EPERM, "Operation not permitted", folder)
-        set_aside(folder)
+        set_aside(folder, first)
 
     with Checkpointer(tmp_path / "near", keep=1) as saver:
         saver.save(1, 1)
@@ -1072,7 +1072,7 @@ def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
     set_aside, raised = _roots.set_aside, []
     monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
 
-    def refused(folder):
+    def refused(folder, first):
         raise OSError(errno.EPERM, "Operation not permitted", folder)
 
     with Checkpointer(tmp_path / "near", keep=1, drain_to=tmp_path / "far") as saver:
@@ -1152,10 +1152,10 @@ def test_a_step_that_another_removes_meanwhile_is_gone(tmp_path, monkeypatch):
     """Such as a copy that the thread that copies has pruned."""
     set_aside = _roots.set_aside
 
-    def late(folder):
+    def late(folder, first):
         if folder.endswith("step-1") and "far" in folder:
             shutil.rmtree(folder)
-        set_aside(folder)
+        set_aside(folder, first)
 
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, far, 1, 2)

@@ -18,7 +18,7 @@ import pytest
 from children import Child, run_tool
 from fuse_mounts import FAULTYFS, empty, fuse_refusal, served
 from helpers import pattern
-from mounts import unmount
+from mounts import overlay, unmount
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
 from nvmeio.checkpoint._restoring import Held
 
@@ -634,6 +634,37 @@ def test_a_writer_leaves_alone_what_another_host_fetches(tmp_path, monkeypatch):
     while_fetched(monkeypatch, save)
     assert same(Checkpointer(root, drain_to="memory://run/9").restore(), 2)
     assert saved
+
+
+def test_steps_of_a_lower_layer_are_pruned_and_removed(tmp_path):
+    """As of an image, in which overlayfs cannot rename a folder."""
+    lower = tmp_path / "lower"
+    with Checkpointer(lower / "run") as saver:
+        for step in (1, 2, 3):
+            saver.save(step, state_of(step))
+    with overlay(lower, tmp_path) as merged:
+        far = tmp_path / "far"
+        with Checkpointer(merged / "run", keep=3, drain_to=far) as saver:
+            with pytest.raises(OSError, match="lower layer, as of an image") as caught:
+                saver.save(3, state_of(4))
+            assert caught.value.errno == errno.EXDEV
+            assert same(saver.restore(3), 3)
+            saver.save(4, state_of(4))
+            saver.drained.result()
+            assert saver.steps() == [2, 3, 4]
+            saver.remove(2)
+            assert saver.steps() == [3, 4]
+        assert sorted(os.listdir(merged / "run"))[-2:] == ["step-3", "step-4"]
+
+
+def test_a_name_that_was_cut_short_in_a_store_is_written_again(tmp_path):
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pipe_file("/run/.nvmeio-latest", b"")
+    with Checkpointer(tmp_path / "near", drain_to="memory://run") as saver:
+        saver.save(1, state_of(1))
+        saver.drained.result()
+    assert system.cat("/run/.nvmeio-latest") == b"step-1\n"
 
 
 def test_unreachable_copies_do_not_disturb_local_steps(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ import nvmeio  # noqa: E402
 from children import find_tool, run_child, run_tool  # noqa: E402
 from fuse_mounts import empty  # noqa: E402
 from helpers import POINTER, descriptors_below, left_open, pattern  # noqa: E402
-from mounts import unmount  # noqa: E402
+from mounts import overlay, unmount  # noqa: E402
 from nvmeio.torch import BatchStream, MegatronDataset, RecordDataset  # noqa: E402
 
 SIZES = [5, 0, 4096, 1, 70_000, 0, 4095, 4097, 12]
@@ -599,23 +599,19 @@ def overlaid(tmp_path):
         pytest.skip("only root can mount a file system")
     if find_tool("mksquashfs") is None:
         pytest.skip("mksquashfs is not installed")
-    names = ("lower", "upper", "work", "shards", "merged")
-    lower, upper, work, shards, merged = (tmp_path / name for name in names)
-    for folder in (lower, upper, work, shards, merged):
-        folder.mkdir()
+    lower, shards = tmp_path / "lower", tmp_path / "shards"
+    lower.mkdir()
+    shards.mkdir()
     for number in range(SHARDS):
         (shards / f"{number}.bin").write_bytes(bytes([number]) * 3000)
     run_tool("mksquashfs", shards, tmp_path / "image", "-quiet", "-no-progress")
-    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
     with contextlib.ExitStack() as stack:
         try:
             run_tool("mount", "-o", "loop,ro", tmp_path / "image", lower)
             stack.callback(unmount, lower)
-            run_tool("mount", "-t", "overlay", "-o", layers, "overlay", merged)
         except AssertionError as error:
             pytest.skip(f"nothing can be mounted here: {error}")
-        stack.callback(unmount, merged)
-        yield merged
+        yield stack.enter_context(overlay(lower, tmp_path))
 
 
 def shards_in(folder):

@@ -183,11 +183,21 @@ def sync_below(folder: str) -> None:
                     sync_file(entry.path, os.O_WRONLY)
 
 
-def set_aside(folder: str) -> None:
-    """Remove a folder, whose name disappears in one step."""
+def set_aside(folder: str, first: str) -> None:
+    """Remove a folder, whose name disappears in one step.
+
+    Where that cannot be, as in a lower layer of overlayfs, its file `first` goes first.
+    """
     with TemporaryName(temporary_name(folder)) as left:
-        os.rename(folder, left)
-        discard(left)
+        try:
+            os.rename(folder, left)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            os.unlink(os.path.join(folder, first))
+            remove_tree(folder)
+        else:
+            discard(left)
 
 
 def discard(folder: str) -> None:

@@ -88,7 +88,10 @@ def renaming(target: str, remedy: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         words = str(error.strerror)
-        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno == errno.EXDEV:
+            words += " (overlayfs cannot rename a folder of a lower layer, as of an image: "
+            words += "write to another folder)"
+        elif error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             words += f" (this file system cannot rename{remedy})"
         if error.errno is not None:
             raise OSError(error.errno, words, target) from error

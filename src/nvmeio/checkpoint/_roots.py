@@ -556,8 +556,9 @@ class Root:
             def remove() -> None:
                 self.lock.require()
                 self.removed.add(step)
+                self._complete.pop(step, None)
                 try:
-                    set_aside(folder)
+                    set_aside(folder, MANIFEST)
                 except FileNotFoundError:
                     if exists_now(folder):
                         raise

@@ -108,20 +108,24 @@ class Store:
 
     def named(self) -> int | None:
         """Return the step in the object that names the newest; None if there is none."""
+        return named_in(self._latest())
+
+    def _latest(self) -> bytes:
+        """Return how the object that names the newest step begins, if there is one."""
         text = b""
         with contextlib.suppress(FileNotFoundError):
             for piece in self._files.read(LATEST):
                 text += bytes(piece.data)
                 if len(text) > NAMED_BYTES_MAX:
                     break
-        return named_in(text)
+        return text
 
     def name(self, step: int | None) -> None:
         """Name the newest step, or none."""
         try:
             if step is None:
                 self._files.remove(LATEST)
-            elif self._files.size(LATEST) is None or self.named() is not None:
+            elif not (text := self._latest()).strip(b"\0") or named_in(text) is not None:
                 with self._files.writing(LATEST) as writer:
                     writer.write(np.frombuffer(b"step-%d\n" % step, np.uint8))
                     writer.finish()
@@ -379,3 +383,4 @@ class Store:
             if name in attempt.sizes:
                 self._files.remove(f"{attempt.folder}/{name}")
         self._files.remove_folder(attempt.folder)
+        self._known.discard(attempt.folder)
