@@ -19,7 +19,7 @@ from commands import call_nvmeio, listed
 from helpers import POINTER
 from nvmeio._cli import main, torch_files
 from nvmeio.checkpoint import Checkpointer
-from nvmeio.safetensors import SafetensorError, save_sharded
+from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 
 TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
 
@@ -464,6 +464,47 @@ def test_what_a_file_is_is_said_by_inspect_and_by_load_file(tmp_path, kind):
     assert notes_of(pickle.loads(pickle.dumps(caught.value))) == notes_of(caught.value)
     with pytest.raises(ValueError, match=re.escape(f"is not a .npy file: {words}")):
         nvmeio.load(path)
+
+
+def sharded(folder):
+    save_sharded({"a": np.ones(3)}, folder)
+    return folder, "model.safetensors.index.json"
+
+
+def step(folder):
+    with Checkpointer(folder) as saver:
+        return saver.save(1, {"a": np.ones(3)}), "manifest.json"
+
+
+def distributed(folder):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    torch = pytest.importorskip("torch")
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    return folder, ".metadata"
+
+
+@pytest.mark.parametrize("made", [sharded, step, distributed])
+@pytest.mark.parametrize("kind", ["pointer", "html", "empty", "zeros"])
+def test_what_is_in_the_place_of_an_index_is_said(tmp_path, made, kind):
+    folder, name = made(tmp_path / "folder")
+    content, words = FOREIGN[kind]
+    (folder / name).write_bytes(content)
+    found = call_nvmeio("inspect", folder)
+    assert found.status == 1
+    assert words in found.err
+    assert str(folder / name) in found.err
+    if made is sharded:
+        with pytest.raises(SafetensorError, match=f"is not the index of a model: {words}"):
+            load_sharded(folder)
+
+
+def test_a_damaged_name_in_an_archive_is_an_error_with_the_path(tmp_path):
+    path = tmp_path / "arrays.npz"
+    np.savez(path, größe=np.ones(3))
+    path.write_bytes(path.read_bytes().replace("größe".encode(), b"gr\xff\xff\xff\xff\xff"))
+    found = call_nvmeio("inspect", path)
+    assert found.status == 1
+    assert f"{path}: it begins like a zip archive" in found.err
 
 
 @pytest.mark.parametrize("kind", sorted({*FOREIGN} - {"pickle"}))

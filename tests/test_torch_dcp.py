@@ -961,7 +961,7 @@ def test_a_pipe_in_the_place_of_the_metadata_is_no_wait(tmp_path):
         load(tmp_path, {"y": torch.zeros(3)})
     (tmp_path / ".metadata").unlink()
     (tmp_path / ".metadata").touch()
-    with pytest.raises(CheckpointException, match=r"\.metadata: Ran out of input"):
+    with pytest.raises(CheckpointException, match=r"\.metadata: it is empty"):
         load(tmp_path, {"y": torch.zeros(3)})
 
 

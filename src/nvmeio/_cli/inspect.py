@@ -190,7 +190,10 @@ def _zip(path: str) -> dict[str, Any]:
                 return npz_contents(path, file, archive)
             names = archive.namelist()
             exported = "archive_format" in by_name_in_folder(archive)
-    except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+    except (
+        *(zipfile.BadZipFile, NotImplementedError, struct.error),
+        UnicodeDecodeError,  # of a name
+    ) as error:
         raise CommandError(
             f"{path}: it begins like a zip archive, as torch.save and numpy.savez write, "
             "but its end is missing or damaged: it was truncated; write or download it "

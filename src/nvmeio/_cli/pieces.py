@@ -3,6 +3,7 @@
 import os
 import stat
 
+from nvmeio._files.kinds import because_of_kind
 from nvmeio._files.paths import is_within
 
 __all__ = ["wrong_with"]
@@ -26,7 +27,8 @@ def wrong_with(folder: str, name: str, nbytes: int, *, exactly: bool = False) ->
         return f"{path} is not a regular file"
     size = found.st_size
     if size < nbytes:
-        return f"{path} was truncated: it has {size} bytes, and the index says {nbytes}"
+        words = f"{path} was truncated: it has {size} bytes, and the index says {nbytes}"
+        return words + because_of_kind(path)
     if exactly and size > nbytes:
         return f"{path} has {size} bytes, and the index says {nbytes}"
     return None

@@ -9,7 +9,7 @@ from nvmeio._arguments.json_texts import parse_json
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.pieces import wrong_with
 from nvmeio._files.descriptors import open_regular
-from nvmeio._files.kinds import HEAD_BYTES
+from nvmeio._files.kinds import HEAD_BYTES, json_of
 from nvmeio._files.megatron import MAGIC, MegatronIndex
 from nvmeio._files.tar import Archive, is_tar
 
@@ -205,7 +205,7 @@ def _index(path: str) -> dict[str, Any]:
     with open_regular(index) as file:
         text = file.read(_TEXT_BYTES_MAX)
     try:
-        found = parse_json(text)
+        found = json_of(text)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{index}: it is no JSON: {error}") from None
     if not isinstance(found, dict):

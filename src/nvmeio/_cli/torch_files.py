@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 from nvmeio._cli.arguments import CommandError
 from nvmeio._cli.terminal import sizes
 from nvmeio._files.descriptors import open_regular
-from nvmeio._files.kinds import HEAD_BYTES, is_torch_legacy
+from nvmeio._files.kinds import HEAD_BYTES, is_torch_legacy, why_no_pickle
 from nvmeio._tensors.torch_files import (
     Nothing,
     Reader,
@@ -220,7 +220,8 @@ def loaded(text: bytes, path: str, reader: Callable[..., Reader] = Reader) -> An
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
+        words = f"its pickle cannot be read: {why_no_pickle(text, error)}"
+        raise CommandError(f"{path}: {words}") from None
 
 
 class Kept:

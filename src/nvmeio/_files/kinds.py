@@ -4,7 +4,9 @@ import codecs
 import contextlib
 import os
 import re
+from typing import Any
 
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.paths import dangling
 
 __all__ = [
@@ -17,8 +19,10 @@ __all__ = [
     "TENSORS",
     "because_of_kind",
     "is_torch_legacy",
+    "json_of",
     "what_begins",
     "what_is_in",
+    "why_no_pickle",
 ]
 
 # The name of the folder of a step of a Checkpointer, and of two of its files.
@@ -160,6 +164,23 @@ def _is_text(head: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return all(each.isprintable() or each in "\t\n\r\f" for each in found)
+
+
+def json_of(content: bytes) -> Any:
+    """Parse the JSON of a file; ValueError says what the file is instead, if it is none."""
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        known = what_begins(content[:HEAD_BYTES], len(content))
+        if known is None or content.lstrip()[:1] in (b"{", b"["):
+            raise
+        raise ValueError(known) from error
+
+
+def why_no_pickle(content: bytes, error: Exception) -> str:
+    """Say why a file is not unpickled: what it is instead, or else the error."""
+    known = what_begins(content[:HEAD_BYTES], len(content))
+    return str(error) if known in (None, PICKLE) else str(known)
 
 
 def because_of_kind(file: str | bytes | int) -> str:

@@ -5,9 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.descriptors import open_regular
-from nvmeio._files.kinds import INDEX_END
+from nvmeio._files.kinds import INDEX_END, json_of
 from nvmeio._files.paths import is_within
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile
 from nvmeio._tensors.errors import SafetensorError
@@ -95,13 +94,15 @@ def read_index(path: str) -> tuple[dict[str, str], Any]:
                 f"{INDEX_BYTES_MAX} is the limit"
             )
         try:
-            found = parse_json(file.read())
+            found = json_of(file.read())
             places: dict[str, str] = dict(found["weight_map"].items())
         except UnicodeDecodeError:
             raise SafetensorError(
                 f"{path} is not the index of a model: it is not text"
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except ValueError as error:
+            raise SafetensorError(f"{path} is not the index of a model: {error}") from None
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SafetensorError(
                 f"{path} is not the index of a model: {error!r}"
             ) from None

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import crc32c
 
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.descriptors import Descriptor
-from nvmeio._files.kinds import MANIFEST, TENSORS
+from nvmeio._files.kinds import MANIFEST, TENSORS, json_of
 from nvmeio._native.pool import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
 from nvmeio.checkpoint._tree import DEPTH_MAX
@@ -181,7 +180,7 @@ def read_json(
             raise CheckpointError(f"{path} has changed while it was read")
         require_same(path, seen, record)
     try:
-        return parse_json(text)
+        return json_of(text)
     except ValueError as error:
         raise CheckpointError(f"{path} is not the JSON of a checkpoint: {error}") from None
     except RecursionError:

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, path_of
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.kinds import HEAD_BYTES, because_of_kind, what_begins
+from nvmeio._files.kinds import because_of_kind, json_of
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
@@ -222,16 +221,12 @@ def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
     folder = os.path.dirname(index)
     content = read_file(index).tobytes()
     try:
-        contents = parse_json(content)
+        contents = json_of(content)
         if contents["version"] != 2:
             raise ValueError(f"its version is {contents['version']!r}, not 2")
         shards = _of(contents, "shards", list)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        known = None
-        if content.lstrip()[:1] not in (b"{", b"["):
-            known = what_begins(content[:HEAD_BYTES], len(content))
-        words = f"is not an index of MDS shards: {known or error}"
-        raise ValueError(f"{index!r} {words}") from error
+        raise ValueError(f"{index!r} is not an index of MDS shards: {error}") from error
     for number, shard in enumerate(shards):
         try:
             yield _shard(folder, shard, allow_pickle)

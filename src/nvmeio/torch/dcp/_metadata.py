@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvmeio._files.descriptors import open_regular
-from nvmeio._files.kinds import METADATA, what_is_in
+from nvmeio._files.kinds import METADATA, what_is_in, why_no_pickle
 from nvmeio._native.pickles import require_linear
 
 __all__ = ["read_metadata", "read_with_digest", "shards_of"]
@@ -138,7 +138,7 @@ def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
         kind = _MetadataUnpickler if weights_only else pickle.Unpickler
         found = kind(io.BytesIO(text)).load()
     except (pickle.UnpicklingError, ValueError, EOFError) as error:
-        raise pickle.UnpicklingError(f"{path}: {error}") from None
+        raise pickle.UnpicklingError(f"{path}: {why_no_pickle(text, error)}") from None
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"{path}: not the metadata of a checkpoint")
     return found, hashlib.sha256(text).hexdigest()
