@@ -652,6 +652,7 @@ def test_steps_of_a_lower_layer_are_pruned_and_removed(tmp_path):
             saver.save(4, state_of(4))
             saver.drained.result()
             assert saver.steps() == [2, 3, 4]
+            (merged / "run/step-2/manifest.json").unlink()
             saver.remove(2)
             assert saver.steps() == [3, 4]
         assert sorted(os.listdir(merged / "run"))[-2:] == ["step-3", "step-4"]

@@ -194,7 +194,8 @@ def set_aside(folder: str, first: str) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            os.unlink(os.path.join(folder, first))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, first))
             remove_tree(folder)
         else:
             discard(left)
