@@ -508,6 +508,30 @@ class TestDamage:
                 checkpointer.verify(1, progress=5)
 
 
+@pytest.mark.parametrize("older", [{"a": 1}, {"a": 1, "b": (1, 2)}])
+def test_no_older_step_is_mixed_into_what_a_damaged_one_has_filled(tmp_path, older):
+    """The older one has fewer arrays, or another shape."""
+    saved = {name: np.zeros(shape) for name, shape in older.items()}
+    into = {"a": np.zeros(5), "b": np.zeros(6)}
+    with Checkpointer(tmp_path, verify="checksum") as saver:
+        saver.save(1, saved)
+        folder = saver.save(2, {"a": np.ones(5), "b": np.ones(6)})
+        with open(folder / "tensors.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        with (
+            pytest.warns(RuntimeWarning, match="step 2 is skipped"),
+            pytest.raises(CheckpointError, match="step-1 is not restored: `into` was"),
+        ):
+            saver.restore(into=into)
+        # One that fills all of it replaces it.
+        saver.save(1, {"a": np.full(5, 3.0), "b": np.full(6, 4.0)})
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
+            assert saver.restore(into=into) is not None
+        assert into["a"].tolist() == [3] * 5
+        assert into["b"].tolist() == [4] * 6
+
+
 class TestARemovedLock:
     """Somebody took the file of a lock for a stale one, and another process began."""
 

@@ -838,6 +838,8 @@ HOSTILE = {
     "no bytes": {"bytes": "ä"},
     "no complex": {"complex": [1]},
     "no scalar": {"scalar": ["O", ""]},
+    "scalar of no dtype": {"scalar": ["(1 1)i4,i4", ""]},
+    "scalar of a comma": {"scalar": [",", ""]},
     "scalar of no size": {"scalar": ["<f8", "AAA="]},
     "no dict": {"dict": []},
     "no items": {"items": [[1]]},

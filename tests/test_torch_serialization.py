@@ -368,3 +368,13 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
             stream.write(b"x" * size)
         assert stream.tell() == 5
     Faults(path).set()
+
+
+def test_parts_are_loaded_in_memory_whatever_the_default_device(tmp_path):
+    path = tmp_path / "state.pt"
+    torch.save({"a": torch.arange(5.0), "b": 3}, path)
+    target = torch.zeros(5)
+    with torch.device("meta"):
+        found = nvmeio.torch.load(path, names=["a"])["a"]
+        nvmeio.torch.load(path, out={"a": target})
+    assert found.tolist() == target.tolist() == [0, 1, 2, 3, 4]

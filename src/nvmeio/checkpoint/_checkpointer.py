@@ -589,8 +589,11 @@ class Checkpointer:
         """
         names = _names_of(names)
 
+        filled: set[Any] = set()
+
         def read(held: Held) -> Any:
-            return held.restore(into, names, checked=self.verify_by == "checksum")
+            checked = self.verify_by == "checksum"
+            return held.restore(into, names, filled, checked=checked)
 
         self.restored, found = self._steps.read(step, read)
         return found

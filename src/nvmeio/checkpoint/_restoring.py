@@ -200,9 +200,17 @@ class Held:
             self._verify_file(TENSORS)
 
     def restore(
-        self, into: Any, names: Collection[str] | None, *, checked: bool = False
+        self,
+        into: Any,
+        names: Collection[str] | None,
+        filled: set[Any],
+        *,
+        checked: bool = False,
     ) -> Any:
         """Return the state, or the parts in `names`, in new memory or in that of `into`.
+
+        `filled` has the paths of what an attempt with another step or copy may have changed
+        in `into`, and gets those of this one, which must fill all of them.
 
         With `checked`, compare the bytes that were read with the checksums.  With `names`
         too, compare the whole file before reading, because the checksums are of blocks.
@@ -231,11 +239,21 @@ class Held:
                 ) from None
             targets = None
             if into is not None:
-                targets = _matched(skeleton, into, ())
-                check_apart(
-                    (_filled_by(part, targets[part.path]) for part in parts.found),
-                    "checkpoint",
-                )
+                try:
+                    targets = _matched(skeleton, into, ())
+                    check_apart(
+                        (_filled_by(part, targets[part.path]) for part in parts.found),
+                        "checkpoint",
+                    )
+                    if left := sorted(map(path_of, filled - targets.keys())):
+                        raise ValueError(f"it has no {left[0]}")
+                except (TypeError, ValueError) as error:
+                    if not filled:
+                        raise
+                    words = "is not restored: `into` was filled in part by a newer step or "
+                    words += f"another copy, which is damaged, and would stay so: {error}"
+                    raise NotDamagedError(f"{self.folder} {words}") from error
+                filled.update(targets)
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)

@@ -441,7 +441,11 @@ class _Decoder:
         name, text = content
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError
-        dtype = np.dtype(name)
+        try:
+            dtype = np.dtype(name)
+        except SyntaxError:
+            # Of a text with parentheses or commas.
+            raise ValueError from None
         if dtype.kind in "OV":
             raise ValueError
         if not dtype.itemsize:

@@ -385,13 +385,13 @@ def _read(
         if id(each) in into:
             continue
         if id(each) not in spans:
-            each.data = torch.empty(each.shape, dtype=each.dtype)
+            each.data = torch.empty(each.shape, dtype=each.dtype, device="cpu")
             continue
         span = spans[id(each)]
         whole = wholes[bisect.bisect_right(wholes, (span.low, sys.maxsize)) - 1]
         begin = (span.low - whole.low) // each.element_size()
         # Only the data are replaced: the tensor keeps its class and attributes.
-        each.data = torch.empty(0, dtype=each.dtype).set_(
+        each.data = torch.empty(0, dtype=each.dtype, device="cpu").set_(
             memory[whole].untyped_storage(), begin, each.shape, each.stride()
         )
     read = {name: into.get(id(value), value) for name, value in picked.items()}
@@ -438,7 +438,10 @@ def _memory(spans: dict[int, _Span]) -> dict[_Span, torch.Tensor]:
             merged[-1] = _Span(merged[-1].low, max(merged[-1].high, span.high))
         else:
             merged.append(span)
-    return {span: torch.empty(span.high - span.low, dtype=torch.uint8) for span in merged}
+    return {
+        span: torch.empty(span.high - span.low, dtype=torch.uint8, device="cpu")
+        for span in merged
+    }
 
 
 def _offset(maps: list[Map], address: int) -> int | None:
