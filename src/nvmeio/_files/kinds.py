@@ -6,7 +6,6 @@ import os
 import re
 from typing import Any
 
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.paths import dangling
 
 __all__ = [
@@ -168,6 +167,9 @@ def _is_text(head: bytes) -> bool:
 
 def json_of(content: bytes) -> Any:
     """Parse the JSON of a file; ValueError says what the file is instead, if it is none."""
+    # Not at the top, because it imports json, and `import nvmeio` this module.
+    from nvmeio._arguments.json_texts import parse_json
+
     try:
         return parse_json(content)
     except ValueError as error:
