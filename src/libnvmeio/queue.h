@@ -32,9 +32,8 @@ struct nvmeio_consumer {
 #define NVMEIO_LINES 1024u /* a power of two */
 
 /* How much of a request is cut before it is the next one's turn: the default size of a
- * block, or more if a thread waits for it. Otherwise requests that were submitted one
- * after the other would all be done at the same time, and who waits for the first of
- * them would find the drive idle. */
+ * block. A request that a thread waits for has more: otherwise those that were submitted
+ * together would end together, and the drive would be idle while the first is used. */
 #define NVMEIO_TURN_BYTES ((size_t)1 << 20)
 #define NVMEIO_WAITED_TURN_BYTES ((size_t)8 << 20)
 
@@ -103,8 +102,8 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
 /* Return the next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
 
-/* A block of this size was cut from the next request. At the end of its turn it is that
- * of the others. */
+/* A block of this size was cut from the next request. At the end of its turn it goes
+ * behind the others. */
 void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *request,
                        size_t bytes);
 

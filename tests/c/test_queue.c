@@ -119,6 +119,27 @@ static void test_a_request_queued_just_before_a_worker_waits_is_not_missed(void)
 
 #define LARGE (4 * MIB)
 
+static struct nvmeio_file *large_file(size_t bytes)
+{
+    const char *path = path_in(test_folder());
+
+    make_file(path, bytes, 1);
+    return open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+}
+
+/* Submit a large read, of which two blocks are in flight and held. */
+static struct nvmeio_request *hold_large(struct nvmeio_file *file,
+                                         const struct guarded *memory)
+{
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, file, memory->address, LARGE, 0);
+
+    play(hold);
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    await(&in_flight, 2);
+    return request;
+}
+
 static unsigned pushed_before_small;
 
 static bool note_small(struct nvmeio_block *block)
@@ -131,18 +152,13 @@ static bool note_small(struct nvmeio_block *block)
 
 static void test_a_small_request_behind_a_large_one_has_its_turn_soon(void)
 {
-    const char *path = path_in(test_folder());
     struct guarded memory = guarded_in_pool(LARGE);
 
     stage_open(2);
-    make_file(path, LARGE, 1);
-    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
-    play(hold);
+    struct nvmeio_file *file = large_file(LARGE);
+    struct nvmeio_request *large = hold_large(file, &memory);
     struct nvmeio_transfer t =
-        transfer_of(NVMEIO_OP_READ, file, memory.address, LARGE, 0);
-    struct nvmeio_request *large = submit(stage.handle, &t);
-    await(&in_flight, 2);
-    t = transfer_of(NVMEIO_OP_READ, stage.file, stage.memory.address, 512, 0);
+        transfer_of(NVMEIO_OP_READ, stage.file, stage.memory.address, 512, 0);
     struct nvmeio_request *small = submit(stage.handle, &t);
     play(note_small);
     CHECK(finish(small).result == 512 && finish(large).result == LARGE);
@@ -174,19 +190,14 @@ static void *wait_main(void *request)
 /* What is read ahead of need does not delay the request that a thread waits for. */
 static void test_an_awaited_request_is_done_before_those_submitted_with_it(void)
 {
-    const char *path = path_in(test_folder());
     struct guarded memory = guarded_in_pool(2 * LARGE);
     pthread_t waiting;
 
     stage_open(2);
-    make_file(path, 2 * LARGE, 1);
-    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
-    play(hold);
+    struct nvmeio_file *file = large_file(2 * LARGE);
+    struct nvmeio_request *later = hold_large(file, &memory);
     struct nvmeio_transfer t =
-        transfer_of(NVMEIO_OP_READ, file, memory.address, LARGE, 0);
-    struct nvmeio_request *later = submit(stage.handle, &t);
-    await(&in_flight, 2);
-    t = transfer_of(NVMEIO_OP_READ, file, memory.address + LARGE, LARGE, LARGE);
+        transfer_of(NVMEIO_OP_READ, file, memory.address + LARGE, LARGE, LARGE);
     struct nvmeio_request *awaited = submit(stage.handle, &t);
     CHECK(pthread_create(&waiting, NULL, wait_main, awaited) == 0);
     while (!is_awaited(awaited))
