@@ -180,6 +180,10 @@ def file_contents(path: str) -> dict[str, Any]:
     raise CommandError(f"{path}: {what}")
 
 
+# What zipfile raises for damaged archives; the last one for a name.
+_DAMAGED = (zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError)
+
+
 def _zip(path: str) -> dict[str, Any]:
     """Return the contents of a zip archive, of torch or numpy."""
     try:
@@ -190,10 +194,7 @@ def _zip(path: str) -> dict[str, Any]:
                 return npz_contents(path, file, archive)
             names = archive.namelist()
             exported = "archive_format" in by_name_in_folder(archive)
-    except (
-        *(zipfile.BadZipFile, NotImplementedError, struct.error),
-        UnicodeDecodeError,  # of a name
-    ) as error:
+    except _DAMAGED as error:
         raise CommandError(
             f"{path}: it begins like a zip archive, as torch.save and numpy.savez write, "
             "but its end is missing or damaged: it was truncated; write or download it "

@@ -327,7 +327,7 @@ class _Decoder:
             return make(content, path, wanted)
         try:
             return make(content)
-        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
+        except _INVALID:
             raise self._wrong(path, f"is not a valid {kind}") from None
 
     def _wrong(self, path: Path, words: str) -> CheckpointError:
@@ -441,11 +441,7 @@ class _Decoder:
         name, text = content
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError
-        try:
-            dtype = np.dtype(name)
-        except SyntaxError:
-            # Of a text with parentheses or commas.
-            raise ValueError from None
+        dtype = np.dtype(name)
         if dtype.kind in "OV":
             raise ValueError
         if not dtype.itemsize:
@@ -463,4 +459,6 @@ class _Decoder:
 # Counter is included because torch's scheduler MultiStepLR has one in its state.
 _DICTS = (dict, OrderedDict, Counter)
 _NESTED = ("tuple", "Size", "dict", "items", "OrderedDict", "Counter", "state_dict")
+# What making a value of another content raises.  numpy raises SyntaxError for a dtype.
+_INVALID = (AttributeError, OverflowError, RuntimeError, SyntaxError, TypeError, ValueError)
 _KINDS = (*_NESTED, "float", "complex", "bytes", "scalar", "torch.dtype", "torch.device")
