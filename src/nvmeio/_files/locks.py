@@ -120,8 +120,7 @@ class WriterLock(_Lock):
     def require(self) -> None:
         """Raise BlockingIOError if the lock's file was removed since it was taken."""
         if not self.has_name:
-            words = "this file of the lock was removed, so another may write here; nothing "
-            words += "was replaced or removed"
+            words = "this file of the lock was removed, so another may write here"
             raise BlockingIOError(errno.EAGAIN, words, self.path)
 
     def release(self) -> None:
