@@ -56,7 +56,7 @@ def find_pythons() -> dict[str, str]:
 
 
 def found() -> dict[str, str]:
-    """Return the interpreters with a GIL, but for the one that runs this."""
+    """Return the interpreters that have a GIL, except the one that runs this."""
     own = version_of(sys.executable)
     return {v: path for v, path in find_pythons().items() if v != own and v[-1] != "t"}
 
