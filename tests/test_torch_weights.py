@@ -666,6 +666,7 @@ def test_a_thread_reads_again_what_another_one_gave_up(tmp_path, monkeypatch):
     other = threading.Thread(target=use)
     other.start()
     while len(reading.waiting) < 2:
+        assert other.is_alive()
         time.sleep(0.001)
     second.set()
     one.join()
