@@ -32,8 +32,9 @@ struct nvmeio_consumer {
 #define NVMEIO_LINES 1024u /* a power of two */
 
 /* How much of a request is cut before it is the next one's turn: the default size of a
- * block. A request that a thread waits for has more: otherwise those that were submitted
- * together would end together, and the drive would be idle while the first is used. */
+ * block. A request that a thread waits for has more: otherwise those that were
+ * submitted together would end together, and the drive would be idle while the first is
+ * used. */
 #define NVMEIO_TURN_BYTES ((size_t)1 << 20)
 #define NVMEIO_WAITED_TURN_BYTES ((size_t)8 << 20)
 
