@@ -213,6 +213,18 @@ class TestParts:
         nvmeio.torch.load(path, out=out | {"turned": weight.t()})
         assert torch.equal(weight, state["weight"])
 
+    def test_a_tensor_in_two_places_is_read_for_both(self, path):
+        whole = torch.arange(100_000.0)
+        nvmeio.torch.save({"w": whole, "opt": {"params": [whole]}, "v": whole}, path)
+        out = {"w": torch.zeros(100_000)}
+        found = nvmeio.torch.load(path, names=["w", "opt", "v"], out=out)
+        # A mapped tensor would see this.
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+        assert found["w"] is out["w"]
+        for each in (found["w"], found["v"], found["opt"]["params"][0]):
+            assert torch.equal(each, whole)
+
     def test_missing_names_are_refused(self, path, state):
         nvmeio.torch.save(state, path)
         with pytest.raises(KeyError, match="'no'"):

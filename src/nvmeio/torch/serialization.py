@@ -277,22 +277,22 @@ def _mapped(file: File) -> _Mapped | None:
 
 
 def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
-    """Return the tensors in values, each once; None if a value may hide others."""
-    found: dict[int, torch.Tensor] = {}
+    """Return the tensors in values, as often as they occur; None if a value may hide others."""
+    found: list[torch.Tensor] = []
     seen: set[int] = set()
     while values:
         value = values.pop()
         if isinstance(value, torch.Tensor):
             if not is_plain(value):
                 return None
-            found[id(value)] = value
+            found.append(value)
         elif isinstance(value, (dict, list, tuple)):
             if id(value) not in seen:
                 seen.add(id(value))
                 values.extend(value.values() if isinstance(value, dict) else value)
         elif not isinstance(value, _PLAIN):
             return None
-    return list(found.values())
+    return found
 
 
 def _picked(found: Any, names: list[str]) -> dict[str, Any]:
@@ -369,8 +369,9 @@ def _read(
     into: dict[int, torch.Tensor] = {}
     for name, target in (out or {}).items():
         source = picked.get(name)
-        if source is None or id(source) in into or id(source) not in spans:
+        if source is None or id(source) not in spans:
             continue
+        # What occurs twice needs memory of its own, for the other place.
         alone = shared[source.untyped_storage().data_ptr()] == 1
         if alone and source.is_contiguous() and is_memory(target) and target.numel():
             into[id(source)] = target
