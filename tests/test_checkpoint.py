@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from concurrent import futures
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
@@ -611,6 +611,31 @@ class TestAsync:
         assert future.staged.result() is None
         future.result()
         assert checkpointer._staging._region is None
+
+    @pytest.mark.parametrize("call", ["result", "exception", "save", "remove", "close"])
+    def test_a_callback_of_staged_does_not_wait_for_itself(self, checkpointer, slow, call):
+        future = checkpointer.save_async(1, state_of(1), stage=False)
+        calls = {
+            "result": future.result,
+            "exception": future.exception,
+            "save": lambda: checkpointer.save(2, state_of(2)),
+            "remove": lambda: checkpointer.remove(1),
+            "close": checkpointer.close,
+        }
+        called: Future = Future()
+
+        def of_staged(_):
+            try:
+                called.set_result(calls[call]())
+            except RuntimeError as error:
+                called.set_exception(error)
+
+        future.staged.add_done_callback(of_staged)
+        slow.set()
+        with pytest.raises(RuntimeError, match="waits for the save of step 1, but was"):
+            called.result(60)
+        assert future.result().name == "step-1"
+        checkpointer.save(2, state_of(2))
 
     def test_a_second_save_does_not_overwrite_the_staged_first(
         self, root, slow, monkeypatch

@@ -10,7 +10,7 @@ import shutil
 import socket
 import stat
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -700,6 +700,37 @@ def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, copies):
     assert names_in(far) == ["step-3"]
     manifest = json.loads((far / "step-3" / "manifest.json").read_text())
     assert manifest["step"] == 3
+
+
+def test_a_callback_of_a_copy_may_call_while_another_thread_closes(
+    tmp_path, copies, monkeypatch
+):
+    saver = Checkpointer(tmp_path / "near", drain_to=tmp_path / "far")
+    saver.save(1, state_of(1))
+    called: Future = Future()
+
+    def call(_):
+        try:
+            called.set_result(saver.save(2, state_of(2)))
+        except ValueError as error:
+            called.set_exception(error)
+
+    saver.drained.add_done_callback(call)
+    waiting, wait = threading.Event(), saver._copies.wait
+
+    def wait_for_copies():
+        waiting.set()
+        wait()
+
+    monkeypatch.setattr(saver._copies, "wait", wait_for_copies)
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(saver.close)
+        assert waiting.wait(60)
+        copies.go_on.set()
+        closed.result(60)
+        with pytest.raises(ValueError, match="the Checkpointer is closed"):
+            called.result(60)
+    assert same(Checkpointer(tmp_path / "far").restore(), 1)
 
 
 # Defects that reviews found.

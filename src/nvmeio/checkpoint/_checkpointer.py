@@ -177,6 +177,8 @@ class Checkpointer:
         self._within = False
         self._staging = Staging()
         self._last: SaveFuture | None = None
+        # The save that a thread carries out.
+        self._saving: SaveFuture | None = None
         # Earlier saves, of which some may have failed without a word.
         self._ended: list[SaveFuture] = []
         self._begun = False
@@ -188,6 +190,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Exclude other threads, and refuse calls from signal handlers of this one."""
+        self._refuse_callback()
         with self._mutex:
             if self._within:
                 raise RuntimeError(
@@ -201,6 +204,11 @@ class Checkpointer:
                 yield
             finally:
                 self._within = False
+
+    def _refuse_callback(self) -> None:
+        """Raise RuntimeError in the thread of a save that has not ended."""
+        if (saving := self._saving) is not None:
+            saving._refuse_own_thread("this call of the Checkpointer")
 
     def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
         """Save a state, and return when it is on the device.
@@ -235,7 +243,8 @@ class Checkpointer:
             Writing failed; has errno and path.  The message for ENOSPC says how many bytes
             are needed and free.
         RuntimeError
-            A signal handler called this during another call of the same thread.
+            A signal handler called this during another call of the same thread, or a
+            callback of ``SaveFuture.staged`` did.
         Exception
             An earlier ``save_async`` failed, and its error has not been retrieved.  It is
             raised here once the state of this call is saved; its note says so.
@@ -441,6 +450,7 @@ class Checkpointer:
         """Save, and set the result or error of the future."""
         path, failed, warned = None, None, None
         words: list[str] = []
+        future._thread, self._saving = threading.get_ident(), future
         try:
             path = self._carry_out(plan, future, words)
         except BaseException as error:
@@ -903,10 +913,12 @@ class Checkpointer:
         Raises
         ------
         RuntimeError
-            A signal handler called this during another call of the same thread.
+            A signal handler called this during another call of the same thread, or a
+            callback of ``SaveFuture.staged`` did.
         Exception
             A save or a copy to `drain_to` failed, and its error has not been retrieved.
         """
+        self._refuse_callback()
         with self._mutex:
             if self._within:
                 raise RuntimeError(

@@ -68,33 +68,38 @@ class Copies:
 
     def _run(self) -> None:
         """Copy what waits, unless another thread does."""
-        with self._mutex:
-            if self._runner is not None:
-                return
-            self._runner = threading.get_ident()
-            self._idle.clear()
         while True:
             with self._mutex:
-                work, self._waiting = self._waiting, None
-                self._current = None if work is None else work[0]
-                if work is None:
-                    self._runner = None
-                    self._idle.set()
+                if self._runner is not None or self._waiting is None:
                     return
-            step, folder, future = work
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                nbytes = self._copy(step, folder)
-            except CancelledError as error:
-                # The step was removed while it was copied, or before that.
-                future.set_exception(error)
-            except BaseException as error:
-                _log.error("step %d was not copied: %s", step, error)
-                self._failed = future
-                future.fail(error, f"step {step} was not copied")
-            else:
+                (step, folder, future), self._waiting = self._waiting, None
+                self._runner, self._current = threading.get_ident(), step
+                self._idle.clear()
+            nbytes, failed = 0, None
+            if begun := future.set_running_or_notify_cancel():
+                try:
+                    nbytes = self._copy(step, folder)
+                except BaseException as error:
+                    failed = error
+                    if not isinstance(error, CancelledError):
+                        _log.error("step %d was not copied: %s", step, error)
+                        self._failed = future
+            # The copy has ended before callbacks of the future run: they may call a
+            # Checkpointer while another thread waits, in close(), for its copies.
+            with self._mutex:
+                self._runner = self._current = None
+                self._idle.set()
+            if not begun:
+                pass
+            elif failed is None:
                 future.set_result(nbytes)
+            elif isinstance(failed, CancelledError):
+                # The step was removed while it was copied, or before that.
+                future.set_exception(failed)
+            else:
+                future.fail(failed, f"step {step} was not copied")
+            # Its traceback has this frame.
+            del failed
 
     def _copy(self, step: int, folder: str) -> int:
         def copy(place: Place) -> int:

@@ -165,6 +165,16 @@ class SaveFuture(ToldFuture[pathlib.Path]):
         # Set when the save has ended, before the callbacks run.
         self._over = threading.Event()
         self._may_begin: bool | None = None
+        # The thread that saves, once it has begun.
+        self._thread: int | None = None
+
+    def _refuse_own_thread(self, what: str) -> None:
+        """Raise RuntimeError in the thread that saves: it would wait for itself."""
+        if self._thread == threading.get_ident() and not self.done():
+            raise RuntimeError(
+                f"{what} waits for the save of step {self.step}, but was called in the "
+                "thread that saves, for example by a callback of staged"
+            )
 
     def _begun(self) -> bool:
         """Return False if the save was cancelled; else rule out cancelling from now on."""
@@ -191,9 +201,13 @@ class SaveFuture(ToldFuture[pathlib.Path]):
             The save is still in progress; it goes on.
         concurrent.futures.CancelledError
             The save was cancelled.
+        RuntimeError
+            A callback of ``staged`` called this without `timeout`: it would wait for itself.
         Exception
             What the save raised; see ``Checkpointer.save``.
         """
+        if timeout is None:
+            self._refuse_own_thread("result()")
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -215,7 +229,11 @@ class SaveFuture(ToldFuture[pathlib.Path]):
             The save is still in progress; it goes on.
         concurrent.futures.CancelledError
             The save was cancelled.
+        RuntimeError
+            A callback of ``staged`` called this without `timeout`: it would wait for itself.
         """
+        if timeout is None:
+            self._refuse_own_thread("exception()")
         return super().exception(timeout)
 
     def __repr__(self) -> str:
