@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import shutil
+import stat
 import signal
 import sys
 import tempfile
@@ -176,28 +177,30 @@ def test_a_strangers_folder_is_not_replaced_pruned_or_removed(tmp_path, stranger
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
 @pytest.mark.parametrize(
-    ("mode", "name", "is_folder", "words"),
+    ("mode", "name", "own_mode", "words"),
     [
-        (0o1777, "step-99", True, ["step 99 is skipped: .* is another user's"]),
-        (0o777, "step-99", True, ["step 99 is skipped: .* is another user's"]),
-        (0o1777, ".nvmeio-latest", False, []),
+        (0o1777, "step-99", 0o40000, ["step 99 is skipped: .* is another user's"]),
+        (0o777, "step-99", 0o40000, ["step 99 is skipped: .* is another user's"]),
+        (0o1777, ".nvmeio-latest", 0, []),
+        (0o1777, ".nvmeio-latest", 0o644, []),
         # As of a process of this host that has died.
-        (0o1777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
-        (0o777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", True, []),
+        (0o1777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", 0o40000, []),
+        (0o777, f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp", 0o40000, []),
     ],
-    ids=["step", "shared step", "newest", "unfinished", "shared unfinished"],
+    ids=["step", "shared step", "newest", "readable", "unfinished", "shared unfinished"],
 )
 def test_what_another_user_has_planted_is_passed_over(
-    tmp_path, mode, name, is_folder, words
+    tmp_path, mode, name, own_mode, words
 ):
-    """In a folder such as /tmp, where this user can neither read nor remove it."""
+    """In a folder such as /tmp, where this user cannot remove it."""
     # As root, so that nothing need be imported later.
     save(tmp_path, tmp_path / "far", 1)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, mode)
         planted = Path(folder, name)
+        is_folder = stat.S_ISDIR(own_mode)
         planted.mkdir() if is_folder else planted.write_bytes(b"step-99\n")
-        planted.chmod(0)
+        planted.chmod(stat.S_IMODE(own_mode))
         os.chown(planted, 1001, 1001)
         os.seteuid(1002)
         try:
@@ -214,7 +217,7 @@ def test_what_another_user_has_planted_is_passed_over(
         finally:
             os.seteuid(0)
         found = planted.stat()
-        assert (found.st_uid, found.st_mode & 0o777) == (1001, 0)
+        assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (1001, own_mode & 0o777)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")

@@ -379,7 +379,10 @@ class Root:
         text = _beginning(path, NAMED_BYTES_MAX)
         if not text and exists_now(path):
             text = _beginning(path, NAMED_BYTES_MAX)
-        return named_in(text)
+        found = named_in(text)
+        if found is not None and is_strangers(path, self.where):
+            return None
+        return found
 
     def name(self, step: int | None) -> None:
         """Name the newest step, or none; not synced, because the steps are what counts."""
