@@ -18,8 +18,8 @@ from nvmeio._memory.deferred import Deferred
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import content_problem, storage_problem
+from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import (
-    MemoryAt,
     Place,
     c_strides,
     is_array,
