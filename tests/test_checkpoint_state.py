@@ -7,6 +7,9 @@ import datetime as dt
 import json
 import math
 import struct
+import subprocess
+import sys
+import textwrap
 
 import crc32c
 import numpy as np
@@ -22,6 +25,7 @@ import torch
 import nvmeio.torch
 from model_samples import TORCH_DTYPES, filled
 from nvmeio._memory.deferred import Deferred, DeferredState
+from nvmeio._tensors import memory
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._tree import DEPTH_MAX
 from trainings import FORMS, KINDS, new_training, steps
@@ -363,9 +367,12 @@ def dense_strides(value):
     return torch.clone(value).stride()
 
 
+@pytest.mark.parametrize("slices", ["one slice", "slices of 24 bytes"])
 @pytest.mark.parametrize("way", ["save", "staged", "unstaged"])
 @pytest.mark.parametrize("value", LAYOUTS.values(), ids=LAYOUTS)
-def test_elements_keep_their_order_in_memory(checkpointer, value, way):
+def test_elements_keep_their_order_in_memory(monkeypatch, checkpointer, value, way, slices):
+    if slices != "one slice":
+        monkeypatch.setattr(memory, "SLICE_BYTES", 24)
     found = through(checkpointer, {"x": value}, way)["x"]
     assert same(found, value)
     strides = found.strides if isinstance(found, np.ndarray) else found.stride()
@@ -374,6 +381,50 @@ def test_elements_keep_their_order_in_memory(checkpointer, value, way):
     target = zeros(value)
     checkpointer.restore(1, into={"x": target})
     assert bool((target == value).all())
+
+
+TURNED = """
+    import re
+    import sys
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from nvmeio.checkpoint import Checkpointer
+
+    PROCESS = Path("/proc/self")
+
+    def peak(function):
+        (PROCESS / "clear_refs").write_text("5")  # the peak is what is used now
+        used = [number("VmRSS")]
+        found = function()
+        used.append(number("VmHWM"))
+        print(used[1] - used[0])
+        return found
+
+    def number(name):
+        return int(re.search(name + r":\\s+(\\d+)", (PROCESS / "status").read_text())[1])
+
+    x = torch.ones(2, 2, dtype=torch.complex128).t()
+    small = {"x": x, "y": np.asfortranarray(np.ones((2, 2), ">f4"))}
+    x = torch.ones(2000, 2000, dtype=torch.complex128).t()
+    large = {"x": x, "y": np.asfortranarray(np.ones((4000, 4000), ">f4"))}
+    with Checkpointer(sys.argv[1], verify="checksum") as checkpointer:
+        for step, state in enumerate((small, large), 1):
+            save = lambda: checkpointer.save_async(step, state, stage=False).result()
+            peak(save)
+            found = peak(lambda: checkpointer.restore(step))
+            peak(lambda: checkpointer.restore(step, into=found))
+"""
+
+
+def test_elements_in_another_order_are_not_copied_all_at_once(tmp_path):
+    """The state has 128 MB; a save has buffers of 32 MiB, which slices add 8 MiB to."""
+    program = [sys.executable, "-c", textwrap.dedent(TURNED), tmp_path / "root"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True)
+    saved, restored, filled = (int(line) for line in done.stdout.split()[3:])
+    assert max(saved, restored - 125_000, filled) < 80_000
 
 
 def test_other_programs_find_the_shape_of_the_value(checkpointer):
@@ -897,6 +948,20 @@ def test_hostile_trees_are_refused(checkpointer, node):
 
     change_tree(checkpointer, change)
     with pytest.raises(CheckpointError, match=r"tree\.json is damaged: state\['x'\]"):
+        checkpointer.restore(1)
+
+
+@pytest.mark.parametrize("first", [{"strides": [4, 8]}, {}])
+def test_memory_is_needed_once_for_each_stored_tensor(checkpointer, first):
+    """Of a tensor in another order of elements, each name would need a copy."""
+    checkpointer.save(1, {"x": torch.ones(2, 4)})
+    turned = {"tensor": "x", "strides": [4, 8]}
+
+    def change(said):
+        said["state"]["dict"] = {"x": {"tensor": "x", **first}, "y": turned}
+
+    change_tree(checkpointer, change)
+    with pytest.raises(CheckpointError, match=r"damaged: state\['y'\] needs .* 'x'"):
         checkpointer.restore(1)
 
 

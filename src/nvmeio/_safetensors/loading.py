@@ -24,6 +24,7 @@ from nvmeio._streams.reading import (
 from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
+from nvmeio._tensors.memory import SLICE_BYTES, in_slices, is_in_c_order
 from nvmeio._tensors.sharing import place_of
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.default import default_handle
@@ -32,6 +33,8 @@ __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
 
 # A tensor up to this size is read by the calling thread.
 SMALL_BYTES = 64 << 10
+# How much may be read at a time for targets that are not in C order.
+SLICED_BYTES = 4 * SLICE_BYTES
 
 
 class Wanted(NamedTuple):
@@ -285,9 +288,13 @@ def _into(
     def start(pending: Pending) -> None:
         whole: dict[ModelFile, list[Item]] = {}
         sizes: dict[ModelFile, int] = {}
+        sliced = []
         for each in full:
             file = each.file
             if each.offsets is None or len(each.offsets) == 1:
+                if out is not None and not is_in_c_order(made[each.key]):
+                    sliced.append(each)
+                    continue
                 whole.setdefault(file, []).append((made[each.key], file.file, _start(each)))
                 sizes[file] = sizes.get(file, 0) + each.nbytes
                 if progress is not None and sizes[file] >= CHUNK_BYTES:
@@ -304,6 +311,11 @@ def _into(
             )
         for items in whole.values():
             pending.read_many(items)
+        for each in sliced:
+            # Each slice is read into memory of its own first.
+            pending.limit = SLICED_BYTES
+            for piece, offset in in_slices(made[each.key]):
+                pending.read(piece, each.file.file, _start(each) + offset)
 
     with _checked(files):
         read(start, sum(each.nbytes for each in full), progress, lambda: None)

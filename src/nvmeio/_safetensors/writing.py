@@ -137,7 +137,9 @@ def refuse_kinds(target: str) -> None:
 
 
 def parts_of(
-    header: bytes, layout: FileLayout, contents: Mapping[str, Callable[[], Bytes]]
+    header: bytes,
+    layout: FileLayout,
+    contents: Mapping[str, Callable[[], Bytes | Iterator[Bytes]]],
 ) -> Iterator[Bytes]:
     """Yield the bytes of a file from its beginning: the header, then each tensor.
 
@@ -148,12 +150,21 @@ def parts_of(
     for tensor in layout.tensors:
         if tensor.end > tensor.begin:
             # Without a name, which would keep it in memory while the next one is made.
-            yield _checked(contents[tensor.name](), tensor)
+            yield from _checked(contents[tensor.name](), tensor)
 
 
-def _checked(part: Bytes, tensor: Tensor) -> Bytes:
-    check_size(part.nbytes, tensor)
-    return part
+def _checked(content: Bytes | Iterator[Bytes], tensor: Tensor) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor, which may come in pieces."""
+    if isinstance(content, np.ndarray):
+        check_size(content.nbytes, tensor)
+        yield content
+        return
+    nbytes = 0
+    for piece in content:
+        nbytes += piece.nbytes
+        yield piece
+        del piece
+    check_size(nbytes, tensor)
 
 
 def check_size(nbytes: int, tensor: Tensor) -> None:

@@ -36,7 +36,7 @@ class Pending:
     ) -> None:
         self.done = 0
         self._in_flight = 0
-        self._handle, self._limit, self._landed = handle, limit, landed
+        self.limit, self._handle, self._landed = limit, handle, landed
         self._requests: deque[Request] = deque()
 
     def read(self, memory: Any, file: File, offset: int) -> Request:
@@ -68,7 +68,7 @@ class Pending:
         return request
 
     def _is_full(self) -> bool:
-        return self._limit is not None and self._in_flight > self._limit
+        return self.limit is not None and self._in_flight > self.limit
 
     def _wait(self) -> None:
         """Wait for the oldest request."""

@@ -1,14 +1,21 @@
 """The memory of arrays and tensors, without importing torch."""
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
+from nvmeio._memory.strides import parts_of
+from nvmeio._tensors.sharing import itemsize_of
 
-__all__ = ["bytes_of", "content_problem", "freed_problem", "storage_problem"]
+__all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
+__all__ += ["is_in_c_order", "pieces_of", "storage_problem"]
+
+# How much of a tensor or an array that is not in C order is copied at a time.
+SLICE_BYTES = 8 << 20
 
 
 def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
@@ -28,6 +35,39 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     flat = value.as_strided((value.numel(),), (1,))
     found: npt.NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()
     return found
+
+
+def pieces_of(value: Any) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of an array or a dense tensor, in C order, without a copy of all.
+
+    One that has C order, or is on a device, is yielded whole; of others each piece is a
+    copy of some elements.
+    """
+    if isinstance(value, Deferred):
+        value = value.load()
+    if is_in_c_order(value) or not (isinstance(value, np.ndarray) or value.is_cpu):
+        yield bytes_of(value)
+        return
+    for piece, _ in in_slices(value):
+        yield bytes_of(piece)
+
+
+def in_slices(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yield views of a tensor or an array in C order, each with its place in the bytes."""
+    if not isinstance(value, np.ndarray):
+        value = value.detach()
+    item = max(1, itemsize_of(value))
+    count, step = value.nbytes // item, max(1, SLICE_BYTES // item)
+    for begin in range(0, count, step):
+        for piece, first in parts_of(value, begin, min(begin + step, count)):
+            yield piece, first * item
+
+
+def is_in_c_order(value: Any) -> bool:
+    """Return whether the memory of an array or a tensor is its elements in C order."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.c_contiguous)
+    return bool(value.is_contiguous() and not (value.is_conj() or value.is_neg()))
 
 
 def content_problem(tensor: Any) -> str:

@@ -291,8 +291,9 @@ class Checkpointer:
             As for ``save``.
         stage : bool, default True
             Copy the state first, into memory that the next save uses again.  With False
-            there is no such copy, only buffers of 32 MiB, but you must not change the
-            tensors of the state until the future's `staged` is done.
+            there is no such copy, only buffers of 32 MiB, and of 8 MiB for a tensor that is
+            not in C order; but you must not change the tensors of the state, nor resize
+            their storages, until the future's `staged` is done.
 
         Returns
         -------

@@ -21,7 +21,8 @@ from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._stored import PAIRS, structured
 from nvmeio.checkpoint._tree import path_of
 
-__all__ = ["Part", "in_order", "part_of", "rebuild", "same_memory"]
+__all__ = ["Part", "flagged", "in_order", "is_reordered", "part_of", "rebuild"]
+__all__ += ["same_memory"]
 
 _FLAGS = ("parameter", "buffer", "transient", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "strides", "view", "device", *_FLAGS}
@@ -196,43 +197,41 @@ def _view_of(
     return View(offset, strides, said.get("conj") is True, said.get("neg") is True)
 
 
-def rebuild(part: Part, base: Any, *, ordered: bool) -> Any:
-    """Make a tensor or an array over the memory of a stored tensor.
-
-    With `ordered`, it is a copy if its elements had another order in memory.
-    """
+def rebuild(part: Part, base: Any) -> Any:
+    """Make a tensor or an array over the memory of a stored tensor, in C order."""
     try:
         made = _tensor(part, base) if part.by_torch else _array(part, base)
-        if ordered and part.strides and part.how != "whole":
-            if _is_c_order(part):
-                # Only those of extents of 1 differ; what shares the memory still does.
-                made = made.as_strided(part.shape, in_order(part).stride())
-            else:
-                target = in_order(part)
-                target[...] = made
-                made = target
-        return _with_flags(part, made) if part.by_torch else made
+        if part.strides and part.how != "whole":
+            # Only those of extents of 1 differ; what shares the memory still does.
+            made = made.as_strided(part.shape, _element_strides(part))
+        return flagged(part, made)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path_of(part.path)} cannot be rebuilt: {error}") from None
 
 
-def _is_c_order(part: Part) -> bool:
-    """Return whether the strides of a tensor are those of C order, where they matter."""
+def is_reordered(part: Part) -> bool:
+    """Return whether the elements had another order in memory than in the file."""
+    if not part.strides:
+        return False
     reached = part.dtype.itemsize
     for extent, stride in reversed(list(zip(part.shape, part.strides, strict=True))):
         if extent != 1 and stride != reached:
-            return False
+            return True
         reached *= extent
-    return part.by_torch
+    return not part.by_torch
 
 
 def in_order(part: Part) -> Any:
     """Return memory for a part, with its strides."""
     if not part.by_torch:
         return np.ndarray(part.shape, part.dtype, strides=part.strides)
-    strides = [stride // part.dtype.itemsize for stride in part.strides]
+    strides = _element_strides(part)
     # The default device may be another one.
     return torch_module().empty_strided(part.shape, strides, dtype=part.dtype, device="cpu")
+
+
+def _element_strides(part: Part) -> list[int]:
+    return [stride // part.dtype.itemsize for stride in part.strides]
 
 
 def _array(part: Part, base: Any) -> Any:
@@ -272,7 +271,10 @@ def _tensor(part: Part, base: Any) -> Any:
     return torch._neg_view(made) if view.neg else made
 
 
-def _with_flags(part: Part, tensor: Any) -> Any:
+def flagged(part: Part, tensor: Any) -> Any:
+    """Make a tensor the parameter or buffer that it was; return an array as it is."""
+    if not part.by_torch:
+        return tensor
     wants = "requires_grad" in part.flags
     if "parameter" in part.flags:
         return torch_module().nn.Parameter(tensor, requires_grad=wants)

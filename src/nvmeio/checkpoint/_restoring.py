@@ -22,7 +22,7 @@ from nvmeio._streams.progress import Progress
 from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
-from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.memory import pieces_of
 from nvmeio._tensors.sharing import c_strides
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
@@ -35,7 +35,15 @@ from nvmeio.checkpoint._manifest import (
     read_manifest,
     require_same,
 )
-from nvmeio.checkpoint._rebuilt import Part, in_order, part_of, rebuild, same_memory
+from nvmeio.checkpoint._rebuilt import (
+    Part,
+    flagged,
+    in_order,
+    is_reordered,
+    part_of,
+    rebuild,
+    same_memory,
+)
 from nvmeio.checkpoint._tree import decode, path_of, plain
 
 __all__ = ["Held", "MovedError"]
@@ -193,7 +201,8 @@ class Held:
         for each in file.layout.tensors:
             if each.name not in tensors:
                 break
-            seen(bytes_of(tensors[each.name]))
+            for piece in pieces_of(tensors[each.name]):
+                seen(piece)
         # If they differ, read the file, so that the error names the damaged bytes.  If the
         # file is intact, the program has changed the memory meanwhile, which is no error.
         if seen.sums() != record.checksums:
@@ -288,9 +297,17 @@ class _Parts:
     def __init__(self, stored: dict[str, Tensor]) -> None:
         self.stored = stored
         self.found: list[Part] = []
+        self.first: dict[str, Part] = {}
 
     def __call__(self, node: dict[str, Any], path: tuple[Any, ...]) -> Part:
         part = part_of(node, path, self.stored)
+        first = self.first.setdefault(part.stored.name, part)
+        # Each would need a copy of the stored tensor.
+        if first is not part and (is_reordered(part) or is_reordered(first)):
+            raise CheckpointError(
+                f"{path_of(path)} needs the tensor {part.stored.name!r:.100}, as does "
+                f"{path_of(first.path):.100}, and one has another order of elements"
+            )
         self.found.append(part)
         return part
 
@@ -369,6 +386,7 @@ def _read(
         kinds.append(Torch())
     bases: dict[str, Any] = {}
     out: dict[str, Any] = {}
+    own: set[str] = set()
     for kind in kinds:
         chosen = []
         for name, group in by_stored.items():
@@ -376,11 +394,19 @@ def _read(
             if by_torch != kind.by_torch:
                 continue
             wanted = _wanted(file, group[0].stored, kind)
-            chosen.append(wanted)
-            if targets is not None:
+            part = group[0]
+            alone = len(group) == 1 and part.view is None
+            if alone and (targets is not None or is_reordered(part)):
+                # Read as its own dtype, even if it is stored as another.
+                own.add(name)
+                wanted = wanted._replace(dtype=part.dtype, shape=part.shape)
+                target = in_order(part) if targets is None else targets[part.path]
+                out[name] = _plain(target)
+            elif targets is not None:
                 out[name] = _destination(group, targets, wanted, kind)
             elif strided := [p for p in group if p.strides and p.how == "whole"]:
                 out[name] = in_order(strided[0])
+            chosen.append(wanted)
         chosen.sort(key=lambda each: each.tensor.begin)
         new = [each for each in chosen if each.key not in out]
         given = [each for each in chosen if each.key in out]
@@ -391,12 +417,16 @@ def _read(
     made = {}
     for name, group in by_stored.items():
         base = bases[name]
+        if name in own:
+            part = group[0]
+            made[part.path] = flagged(part, base) if targets is None else targets[part.path]
+            continue
         made_of_it = any(part.by_torch and part.how != "whole" for part in group)
         if made_of_it and base.data_ptr() % 16:
             # Torch requires addresses that are multiples of the element's size, 16 at most.
             base = base.clone()
         for part in group:
-            made[part.path] = rebuild(part, base, ordered=targets is None)
+            made[part.path] = rebuild(part, base)
             if targets is not None:
                 made[part.path] = _delivered(made[part.path], targets[part.path])
     return bases, made

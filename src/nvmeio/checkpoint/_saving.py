@@ -24,7 +24,7 @@ from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.writing import reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
-from nvmeio._tensors.memory import bytes_of
+from nvmeio._tensors.memory import bytes_of, pieces_of
 from nvmeio._tensors.sharing import start_of
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -113,7 +113,7 @@ class Plan:
             with naming(folder.target):
                 if self.image is None:
                     contents = {
-                        name: functools.partial(bytes_of, each.value)
+                        name: functools.partial(pieces_of, each.value)
                         for name, each in self.stored.items()
                     }
                     parts = parts_of(self.header, self.layout, contents)
