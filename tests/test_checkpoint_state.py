@@ -1099,3 +1099,20 @@ def test_a_conjugate_view_is_staged_at_any_address(checkpointer):
     state = {"before": torch.zeros(1, dtype=torch.float64), "value": value}
     checkpointer.save_async(1, state).result()
     assert torch.equal(checkpointer.restore()["value"], value)
+
+
+@pytest.mark.parametrize("change", ["freed", "grown", "array resized"])
+def test_memory_that_goes_away_during_a_save_is_an_error(monkeypatch, checkpointer, change):
+    owner = np.ones(1 << 20) if change == "array resized" else torch.ones(1 << 20)
+    state = {"a": torch.ones(3), "x": owner[: 1 << 19], "y": owner[10:]}
+
+    def resize(*args):
+        if change == "array resized":
+            owner.resize(10, refcheck=False)
+        else:
+            owner.untyped_storage().resize_(0 if change == "freed" else 1 << 26)
+
+    monkeypatch.setattr("nvmeio.checkpoint._saving.reserve", resize)
+    with pytest.raises(RuntimeError, match=r"memory of state\['y'\] was changed"):
+        checkpointer.save_async(1, state, stage=False).result()
+    assert checkpointer.steps() == []

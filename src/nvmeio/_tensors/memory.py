@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
 from nvmeio._memory.strides import parts_of
-from nvmeio._tensors.sharing import itemsize_of
+from nvmeio._tensors.sharing import Place, itemsize_of, place_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
-__all__ += ["is_in_c_order", "pieces_of", "storage_problem"]
+__all__ += ["is_in_c_order", "moved_problem", "pieces_of", "storage_problem"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
 SLICE_BYTES = 8 << 20
@@ -116,4 +116,20 @@ def freed_problem(tensor: Any) -> str:
     )
     if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
         return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
+    return ""
+
+
+def moved_problem(place: Place) -> str:
+    """Return why a leaf's memory is no longer where it was; "" if it is."""
+    now = place_of(place.value)
+    if (now.low, now.high) != (place.low, place.high):
+        return "its memory was moved or resized"
+    if not isinstance(place.value, np.ndarray):
+        return freed_problem(place.value)
+    owner = place.value
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    whole = place_of(owner)
+    if owner.flags.owndata and not whole.low <= place.low <= place.high <= whole.high:
+        return "the array that it is a view of was resized"
     return ""

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from datetime import datetime
 from typing import Any
@@ -22,7 +22,7 @@ from nvmeio._publish.folders import Unfinished
 from nvmeio._safetensors.header import Tensor, build
 from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.memory import Bytes
-from nvmeio._streams.writing import reserve, write, write_image
+from nvmeio._streams.writing import STAGE_BYTES, reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio._tensors.memory import bytes_of, pieces_of
 from nvmeio._tensors.sharing import start_of
@@ -113,7 +113,7 @@ class Plan:
             with naming(folder.target):
                 if self.image is None:
                     contents = {
-                        name: functools.partial(pieces_of, each.value)
+                        name: functools.partial(_checked, each)
                         for name, each in self.stored.items()
                     }
                     parts = parts_of(self.header, self.layout, contents)
@@ -136,6 +136,15 @@ class Plan:
         seen = Checksums()
         seen(text)
         return Record(len(text), seen.sums())
+
+
+def _checked(stored: Stored) -> Iterator[Bytes]:
+    """Yield the bytes of a value; before each piece, check that they are still there."""
+    stored.check_memory()
+    for content in pieces_of(stored.value):
+        for low in range(0, len(content), STAGE_BYTES):
+            stored.check_memory()
+            yield content[low : low + STAGE_BYTES]
 
 
 def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nvmeio._memory.deferred import Deferred
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
 from nvmeio._tensors.errors import SafetensorError
-from nvmeio._tensors.memory import content_problem, storage_problem
+from nvmeio._tensors.memory import content_problem, moved_problem, storage_problem
 from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import (
     Place,
@@ -43,6 +43,18 @@ class Stored(NamedTuple):
     dtype: str  # as the header has it
     shape: tuple[int, ...]
     value: Any  # a tensor or an array; its bytes in C order are the file's
+    # Of each storage or array that owns the memory, the place that reaches furthest.
+    places: tuple[Place, ...] = ()
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if the memory of the value was freed or moved meanwhile."""
+        for place in self.places:
+            if problem := moved_problem(place):
+                raise RuntimeError(
+                    f"the memory of {path_of(place.leaf.path)} was changed while it was "
+                    f"being saved: {problem}; wait for the future's `staged`, or pass "
+                    "stage=True"
+                )
 
 
 def store(leaves: Sequence[Leaf]) -> list[Stored]:
@@ -168,6 +180,7 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
         name = namer(group[0].leaf.path, "memory")
         value = _bytes_between(group[0], low, high)
         stored = Stored(name, "U8", (high - low,), value)
+    stored = stored._replace(places=_furthest(group))
     for each in group:
         if each is whole:
             continue
@@ -187,6 +200,17 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
             if getattr(value, f"is_{word}")():
                 node["view"][word] = True
     return stored
+
+
+def _furthest(group: list[Place]) -> tuple[Place, ...]:
+    """Return the place that reaches furthest of each storage or array that owns memory."""
+    found: dict[Any, Place] = {}
+    for place in sorted(group, key=lambda place: place.high):
+        if is_array(place.value):
+            found[id(place.value if place.value.base is None else place.value.base)] = place
+        else:
+            found[place.value.untyped_storage()._cdata, "tensor"] = place
+    return tuple(found.values())
 
 
 def _is_at_a_multiple(leaf: Leaf, low: int) -> bool:
@@ -253,19 +277,23 @@ def _bytes_between(place: Place, low: int, high: int) -> Any:
 def _alone(leaf: Leaf, namer: "_Namer") -> Stored:
     """Store a leaf as a tensor of its own."""
     _describe(leaf, namer(leaf.path))
-    value, node = leaf.value, leaf.node
+    value, node, places = leaf.value, leaf.node, tuple[Place, ...]()
     strides = _dense_strides(value)
+    if not isinstance(value, Deferred):
+        places = (place_of(value, leaf),)
+        # Of a tensor, another one that keeps its storage, whatever set_() or data= do.
+        value = places[0].value
     if strides:
         node["strides"] = list(strides)
     name, shape = _dtype_name(value), tuple(value.shape)
     if name in FORMAT_NAMES and not (name.startswith("float4") and not shape):
         dtype = FORMAT_NAMES[name]
-        return Stored(_key(node), dtype, header_shape(dtype, shape), value)
+        return Stored(_key(node), dtype, header_shape(dtype, shape), value, places)
     _name_dtype(node, value)
     if name in PAIRS:
-        return Stored(_key(node), PAIRS[name], (*shape, 2), value)
+        return Stored(_key(node), PAIRS[name], (*shape, 2), value, places)
     node["shape"] = list(shape)
-    return Stored(_key(node), "U8", (value.nbytes,), value)
+    return Stored(_key(node), "U8", (value.nbytes,), value, places)
 
 
 def _dense_strides(value: Any) -> tuple[int, ...]:
