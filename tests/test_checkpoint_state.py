@@ -1116,3 +1116,24 @@ def test_memory_that_goes_away_during_a_save_is_an_error(monkeypatch, checkpoint
     with pytest.raises(RuntimeError, match=r"memory of state\['y'\] was changed"):
         checkpointer.save_async(1, state, stage=False).result()
     assert checkpointer.steps() == []
+
+
+def test_a_hostile_dtype_imports_nothing(checkpointer):
+    checkpointer.save(1, {"x": torch.float32})
+
+    def change(said):
+        said["state"]["dict"]["x"] = {"torch.dtype": "_inductor"}
+
+    change_tree(checkpointer, change)
+    code = """
+        import sys
+        import torch
+        from nvmeio.checkpoint import Checkpointer, CheckpointError
+        try:
+            Checkpointer(sys.argv[1]).restore(1)
+        except CheckpointError:
+            print("torch._inductor" in sys.modules)
+    """
+    program = [sys.executable, "-c", textwrap.dedent(code), checkpointer.root]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from nvmeio._cli.arguments import CommandError, Parser, sentence
 from nvmeio._cli.folders import step_of
-from nvmeio._cli.terminal import Terminal
+from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._files.kinds import METADATA, what_is_in
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         try:
             steps = list(_steps(folder))
         except (CommandError, OSError) as error:
-            terminal.note(f"nvmeio verify: error: {sentence(error)}")
+            terminal.note(f"nvmeio verify: error: {harmless(sentence(error))}")
             bad += 1
             continue
         for checkpointer, step, name in steps:
@@ -44,9 +44,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
                 checkpointer.verify(step, progress=_progress(name, terminal))
             except (CheckpointError, OSError, MemoryError) as error:
                 bad += 1
-                terminal.note(f"nvmeio verify: error: {sentence(error)}")
+                terminal.note(f"nvmeio verify: error: {harmless(sentence(error))}")
             else:
-                terminal.say(f"{name}: OK")
+                terminal.say(f"{harmless(name)}: OK")
     terminal.say(f"{verified} checkpoint{'s' * (verified != 1)}, {bad} bad")
     return 1 if bad else 0
 

@@ -427,7 +427,8 @@ class _Decoder:
 
     def _torch_dtype(self, content: Any) -> Any:
         torch = torch_module()
-        found = getattr(torch, content)
+        # getattr() would import torch's lazy modules.
+        found = vars(torch).get(content)
         if not isinstance(found, torch.dtype):
             raise ValueError
         return found
