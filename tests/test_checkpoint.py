@@ -1419,6 +1419,19 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
     assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
 
 
+def test_a_full_drive_is_named_where_no_folder_can_be_made(checkpointer, monkeypatch):
+    """As on xfs and btrfs."""
+    checkpointer.save(1, state_of(1))
+
+    def mkdir(path, mode=0o777):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(OSError, match=r"are needed, and \d+ are free") as caught:
+        checkpointer.save(2, state_of(2))
+    assert caught.value.errno == errno.ENOSPC
+
+
 @pytest.mark.parametrize("how", ["save", "staged"])
 @pytest.mark.parametrize("there", [False, True])
 def test_contents_are_synced_before_the_rename_and_the_name_after_it(root, there, how):

@@ -1,6 +1,7 @@
 """Checkpointers of several ranks: all restore the same step, or none does."""
 
 import shutil
+import warnings
 
 import pytest
 
@@ -154,6 +155,41 @@ def test_a_step_that_is_saved_again_is_no_longer_the_agreed_one(roots):
         assert agree(saver._steps, lambda mine: [mine, mine]) == 100
         saver.save(100, "again")
         assert saver.restore(100) == "again"
+
+
+def test_a_warning_that_is_an_error_comes_after_the_last_exchange(tmp_path):
+    """Otherwise other ranks would wait for this one."""
+    with Checkpointer(tmp_path, keep=None) as saver:
+        for step in range(10):
+            saver.save(step, step)
+        exchanged = []
+
+        def gather(mine):
+            exchanged.append(mine)
+            found, failed = mine
+            other = (
+                {step: saves if step < 1 else [] for step, saves in found.items()}
+                if (isinstance(found, dict))
+                else found
+            )
+            return [mine, (other, failed)]
+
+        with pytest.warns(RuntimeWarning, match="is passed over") as told:
+            assert agree(saver._steps, gather) == 0
+        count = len(exchanged)
+        assert len(told) == 9
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="step 9 is passed over"):
+                agree(saver._steps, gather)
+        assert len(exchanged) == 2 * count == 6
+
+
+def test_a_process_outside_the_group_is_refused(tmp_path, roots):
+    found = together(tmp_path, work.agree_in_group, 2, root=roots[0], members=[0])
+    assert found[0] == 100
+    assert found[1].startswith("group is ")
+    assert "which this process, of rank 1, is not in" in found[1]
 
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path, roots):

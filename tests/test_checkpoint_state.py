@@ -606,6 +606,10 @@ REFUSED = {
     "surrogate key": ({"\ud800": torch.ones(1)}, "not valid Unicode"),
     "cycle": (cycle(), r"state\['a'\]\[1\]\[1\]\['a'\] contains itself"),
     "deep": (deep(), "nested deeper than 100"),
+    "alike": (
+        {n * (2**61 - 1): n for n in range(1, 102)},
+        "has 101 keys with the same hash",
+    ),
     "number": (1 << 20_000, "an int of 20001 bits"),
     "sparse": (
         torch.eye(3).to_sparse(),
@@ -895,6 +899,9 @@ HOSTILE = {
     "no dict": {"dict": []},
     "no items": {"items": [[1]]},
     "items twice": {"items": [[1, 1], [1, 2]]},
+    # Multiples of the number by which Python reduces an int to its hash.
+    "keys of one hash": {"items": [[n * (2**61 - 1), 0] for n in range(1, 102)]},
+    "fields in one text": {"array": "x", "dtype": "<f4,<f4", "shape": [2]},
     "key of no kind": {"items": [[None, 1]]},
     "no tuple": {"tuple": {}},
     "no size": {"Size": [-1]},
@@ -1116,6 +1123,32 @@ def test_memory_that_goes_away_during_a_save_is_an_error(monkeypatch, checkpoint
     with pytest.raises(RuntimeError, match=r"memory of state\['y'\] was changed"):
         checkpointer.save_async(1, state, stage=False).result()
     assert checkpointer.steps() == []
+
+
+def test_messages_about_a_hostile_tree_are_short(checkpointer):
+    checkpointer.save(1, {"x": torch.ones(4)})
+
+    def change(said):
+        fields = [[f"field {n}", "<f4"] for n in range(10_000)]
+        shown = {"array": "x", "dtype": fields, "shape": [2]}
+        said["state"]["dict"] = {"x" * 10_000: shown}
+
+    change_tree(checkpointer, change)
+    with pytest.raises(CheckpointError, match="has the dtype") as told:
+        checkpointer.restore(1)
+    assert len(str(told.value)) < 3000
+
+
+def test_an_aligned_array_is_filled(checkpointer):
+    """Its dtype comes back without that flag, and is another one only as text."""
+    fields = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    records = np.zeros(4, fields)
+    records["b"] = 1, 2, 3, 4
+    checkpointer.save(1, {"w": np.arange(3.0), "records": records})
+    into = {"w": np.zeros(3), "records": np.ones(4, fields)}
+    checkpointer.restore(into=into)
+    assert np.array_equal(into["records"], records)
+    assert into["w"].tolist() == [0, 1, 2]
 
 
 def test_a_hostile_dtype_imports_nothing(checkpointer):

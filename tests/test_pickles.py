@@ -112,6 +112,22 @@ def test_remembered_objects_beyond_the_size_are_refused():
         require_linear(body, by_fields=False)
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_many_large_ints_are_refused_where_they_are_hashed(text):
+    """Each may have the hash of all before it: multiples of 2**61 - 1 have the hash 0."""
+    step, numbers = 2**61 - 1, range(2**16, 2**16 + 100_000)
+    if text:
+        ints = [b"I%d\n" % (step * n * 2**10) for n in numbers]
+    else:
+        ints = [b"\x8a\x0a" + (step * n).to_bytes(10, "little") for n in numbers]
+    body = b"\x80\x04}(" + b"".join(b"%sN" % each for each in ints) + b"u."
+    with pytest.raises(ValueError, match="many ints that may have the same hash"):
+        require_linear(body, by_fields=False)
+    body = b"\x80\x04](" + b"".join(ints) + b"e."
+    require_linear(body, by_fields=False)
+    assert len(pickle.loads(body)) == 100_000
+
+
 NESTED = b")q\x02" + b"h\x02h\x02\x86q\x02" * 60
 
 

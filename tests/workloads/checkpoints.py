@@ -191,3 +191,13 @@ def agree(roots, far=None, listed=None, broken=None):
         return str(error)
     finally:
         os.listdir = listdir
+
+
+def agree_in_group(root, members):
+    """Agree in a group; return the step, or what is wrong."""
+    group = sys.modules["torch.distributed"].new_group(members)
+    with Checkpointer(root) as checkpointer:
+        try:
+            return checkpointer.agreed_step(group)
+        except ValueError as error:
+            return str(error)

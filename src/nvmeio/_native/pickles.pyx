@@ -1,7 +1,8 @@
 """Whether a pickle's objects can be made in linear time, found out without making any.
 
 Tuples are hashed anew each time, so a few bytes that nest tuples in tuples twice each, as
-the key of a dict, take years.  This follows what each opcode does to the stack and to the
+the key of a dict, take years; and ints can be chosen that all have the same hash, each of which
+is compared with all before it.  This follows what each opcode does to the stack and to the
 memo, as in pickletools.py, and adds up how many parts are visited when keys are hashed, and
 by functions that hash what their arguments contain, as set() does.
 """
@@ -14,6 +15,9 @@ cdef enum:
     # Parts that may be visited for each byte, and besides; torch's own files need 10.
     PER_BYTE = 1000
     BESIDES = 1000000
+    # Of ints up to these sizes, only a few have the same hash.
+    INT_BYTES = 9
+    INT_DIGITS = 21
 
 cdef extern from *:
     """
@@ -132,6 +136,7 @@ cdef class _Walk:
     cdef Numbers stack, marks, memo
     # What was added to objects that were already parts: nothing above them counts it.
     cdef uint64_t late_objects, late_parts
+    cdef uint64_t large  # the number of large ints
     cdef uint64_t total
 
     def __dealloc__(self):
@@ -151,6 +156,15 @@ cdef class _Walk:
 
     cdef int push_atom(self) except -1:
         return self.push(1, 1)
+
+    cdef int push_text(self, uint64_t size, uint64_t most) except -1:
+        """Push what is of so many bytes, and may be an int: a large one if above `most`."""
+        # Hashes of large numbers are not kept.
+        cdef uint64_t parts = 1 + size // 8
+        if size > most:
+            parts += self.large
+            self.large += 1
+        return self.push(parts, parts)
 
     cdef int pop(self, size_t count, Parts *found, size_t step=1) except -1:
         """Remove the top objects, which become parts; with a step, hash each first one."""
@@ -300,7 +314,7 @@ cdef class _Walk:
         """Follow one opcode; return False at the end."""
         cdef uint8_t code = self.number(1)
         cdef size_t count
-        cdef uint64_t parts, index
+        cdef uint64_t index
         cdef Parts members
         if code == STOP:
             return False
@@ -336,13 +350,15 @@ cdef class _Walk:
             self.skip(8)
             self.push_atom()
         elif code in (LONG1, LONG4):
-            # Hashes of large numbers are not kept.
-            parts = 1 + self.skip(self.number(1 if code == LONG1 else 4)) // 8
-            self.push(parts, parts)
-        elif code in (INT, LONG, FLOAT, STRING, UNICODE):
+            self.push_text(
+                self.skip(self.number(1 if code == LONG1 else 4)), INT_BYTES
+            )
+        elif code in (INT, LONG):
             index = self.line()
-            parts = 1 + (self.at - index) // 8
-            self.push(parts, parts)
+            self.push_text(self.at - index, INT_DIGITS)
+        elif code in (FLOAT, STRING, UNICODE):
+            index = self.line()
+            self.push_text(self.at - index, MOST)
         elif code == BINGET:
             self.recall(self.number(1))
         elif code == LONG_BINGET:
@@ -451,5 +467,6 @@ def require_linear(bytes text not None, *, bint by_fields) -> None:
     if walk.total > <uint64_t>PER_BYTE * walk.size + BESIDES:
         raise ValueError(
             f"it has {walk.size} bytes, and its keys and arguments have more than "
-            f"{PER_BYTE} parts for each: it nests tuples in tuples"
+            f"{PER_BYTE} parts for each: it nests tuples in tuples, or has many ints that "
+            "may have the same hash"
         )

@@ -501,7 +501,7 @@ class Checkpointer:
         def stopped() -> bool:
             return future is not None and future.cancelled()
 
-        with StepFolder(target, self._steps.root.lock) as folder:
+        with StepFolder(target, self._steps.root.lock, plan.nbytes) as folder:
             plan.write(folder, stopped, copied)
             # From here on, cancel() returns False.
             if future is not None and not future._begun():
@@ -671,6 +671,8 @@ class Checkpointer:
         CheckpointError
             On all ranks: there are steps, but none that is complete on each; or one could
             not read its steps, and the message has its rank and error.
+        ValueError
+            This process is not in `group`.
 
         Warns
         -----

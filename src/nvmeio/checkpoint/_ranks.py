@@ -24,6 +24,12 @@ def agreed_step(steps: Steps, group: Any) -> int | None:
     dist: Any = sys.modules.get("torch.distributed")
     alone = dist is None or not (dist.is_available() and dist.is_initialized())
 
+    if not alone and dist.get_rank(group) < 0:
+        raise ValueError(
+            f"group is {group!r:.100}, which this process, of rank {dist.get_rank()}, is "
+            "not in"
+        )
+
     def gather(mine: Any) -> list[Any]:
         if alone:
             return [mine]
@@ -39,6 +45,17 @@ def agree(steps: Steps, gather: Gather) -> int | None:
 
     ``restore(step)`` then reads that save, where root and copy have different ones.
     """
+    words: list[str] = []
+    try:
+        return _agreed(steps, gather, words)
+    finally:
+        # Not before: if warnings are errors here, other ranks would wait for this one.
+        for each in words:
+            warnings.warn(each, RuntimeWarning, stacklevel=4)
+
+
+def _agreed(steps: Steps, gather: Gather, words: list[str]) -> int | None:
+    """Do as ``agree`` does; append to `words` what to warn of."""
 
     def gathered(look: Callable[[], Any]) -> list[Any]:
         """Return what each rank has found; raise on all ranks what one has raised."""
@@ -60,11 +77,11 @@ def agree(steps: Steps, gather: Gather) -> int | None:
 
     listed: list[list[int]] = []
     while True:
-        before, listed = listed, gathered(lambda: steps.names(level=8))
+        before, listed = listed, gathered(lambda: steps.names(level=9))
         if listed == before or not any(listed):
             break
         # If none is left, other processes may have removed all, and added newer ones.
-        found = _agree_on(listed, steps, gathered)
+        found = _agree_on(listed, steps, gathered, words)
         if found is not None:
             return found
     gathered(require_none)
@@ -75,6 +92,7 @@ def _agree_on(
     listed: list[list[int]],
     steps: Steps,
     gathered: Callable[[Callable[[], Any]], list[Any]],
+    words: list[str],
 ) -> int | None:
     """Return the newest of the steps of all ranks of which all have the same save.
 
@@ -94,7 +112,7 @@ def _agree_on(
                 steps.agreed = {step: max(common)}
                 return step
             if any(saves):
-                _warn_of_passing_over(step, saves)
+                words.append(_passed_over(step, saves))
             for rank, found in enumerate(saves):
                 seen[rank] += [step] if found else []
     if not any(seen):
@@ -107,11 +125,11 @@ def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:
     return {step: steps.identities(step) for step in some}
 
 
-def _warn_of_passing_over(step: int, saves: list[list[str]]) -> None:
+def _passed_over(step: int, saves: list[list[str]]) -> str:
     lacking = [rank for rank, found in enumerate(saves) if not found]
     words = "the ranks have different saves of it"
     if lacking:
         words = f"rank {lacking[0]} has no complete copy of it"
         if len(lacking) > 1:
             words += f", and {len(lacking) - 1} more ranks neither"
-    warnings.warn(f"step {step} is passed over: {words}", RuntimeWarning, stacklevel=5)
+    return f"step {step} is passed over: {words}"

@@ -59,7 +59,8 @@ def part_of(node: dict[str, Any], path: tuple[Any, ...], stored: dict[str, Tenso
     try:
         return _part_of(node, path, stored)
     except CheckpointError as error:
-        raise CheckpointError(f"{path_of(path)} {error}") from None
+        # It may show much of what is in the file.
+        raise CheckpointError(f"{path_of(path):.1000} {error!s:.500}") from None
 
 
 def _part_of(
@@ -153,7 +154,9 @@ def _dtype_of(said: Any, by_torch: bool) -> Any:
             raise CheckpointError(f"has the unknown dtype {said!r:.50}")
         return getattr(torch_module(), said)
     try:
-        dtype = np.dtype(said) if isinstance(said, str) else structured(said)
+        # Text with commas is of several fields, which no save writes so.
+        is_text = isinstance(said, str) and "," not in said
+        dtype = np.dtype(said) if is_text else structured(said)
     except (ValueError, TypeError, LookupError, RecursionError, SyntaxError):
         raise CheckpointError(f"has the unknown dtype {said!r:.50}") from None
     if dtype.hasobject:

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
@@ -303,9 +304,17 @@ def require_ours(folder: str, found: str | None = None, doing: str = "replaced")
 class StepFolder(Unfinished):
     """A temporary folder that gets the name of a step, and replaces only a step."""
 
-    def __init__(self, target: str, lock: WriterLock) -> None:
+    def __init__(self, target: str, lock: WriterLock, nbytes: int | None = None) -> None:
+        """Make the folder, for files of `nbytes` if they are known."""
         require_ours(target)
-        super().__init__(target, replace=True)
+        try:
+            super().__init__(target, replace=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or nbytes is None:
+                raise
+            space = os.statvfs(os.path.dirname(target))
+            lack = needed_and_free(nbytes, space.f_bavail * space.f_frsize)
+            raise OSError(error.errno, f"{error.strerror}: {lack}", target) from error
         self._writing = lock
 
     def commit(self, *, sync: bool) -> None:

@@ -72,6 +72,7 @@ class Plan:
         if len(self.tree) > TREE_BYTES_MAX:
             words = f"{len(self.tree)} bytes; {TREE_BYTES_MAX} is the limit"
             raise ValueError(f"the state and metadata without tensors take {words}")
+        self.nbytes = self.total + len(self.tree)
         self.image: Bytes | None = None
 
     def stage(self, staging: "Staging") -> None:
@@ -108,7 +109,7 @@ class Plan:
 
         handle = default_handle()
         with File(os.path.join(folder.path, TENSORS), "x") as file:
-            reserve(file, self.total + len(self.tree), folder.target)
+            reserve(file, self.nbytes, folder.target)
             file.truncate(self.total)
             with naming(folder.target):
                 if self.image is None:

@@ -28,6 +28,8 @@ __all__ += ["has_text"]
 DEPTH_MAX = 100
 # About 3,010 digits; Python converts at most 4,300 between int and str by default.
 INTEGER_BITS_MAX = 10_000
+# How many int keys of a dict may have the same hash.
+ALIKE_MAX = 100
 # How many names an error lists.
 NAMES_MAX = 10
 
@@ -154,6 +156,8 @@ class _Encoder:
                 _require_bits(key, path)
             elif not key.isascii():
                 _require_unicode(key, path)
+        if (problem := _hash_problem(value)) is not None:
+            raise ValueError(f"{path_of(path)} {problem}")
         items = [(key, self.node(each, (*path, key))) for key, each in value.items()]
         if all(isinstance(key, str) for key in value):
             return {"dict": dict(items)}
@@ -193,6 +197,18 @@ def _require_bits(value: int, path: Path) -> None:
     if value.bit_length() > INTEGER_BITS_MAX:
         words = f"has an int of {value.bit_length()} bits; {INTEGER_BITS_MAX} is the limit"
         raise ValueError(f"{path_of(path)} {words}")
+
+
+def _hash_problem(keys: Iterable[Key]) -> str | None:
+    """Say if many keys have the same hash: a dict of them takes quadratic time.
+
+    Those of strings cannot be foreseen, and ints below 2**61 - 1 are their own.
+    """
+    large = Counter(hash(key) for key in keys if type(key) is int and key != hash(key))
+    most = max(large.values(), default=0)
+    if most <= ALIKE_MAX:
+        return None
+    return f"has {most} keys with the same hash; {ALIKE_MAX} is the limit"
 
 
 def _is_kept(text: str) -> bool:
@@ -247,7 +263,8 @@ def decode(
     wanted = _Names(names)
     found = decoder.value(tree, (), wanted)
     # A name below another wanted one was decoded with that one, and not marked as found.
-    missing = [name for name in sorted(wanted.missing) if not _has(found, name)]
+    keys_of: dict[int, dict[str, Key]] = {}
+    missing = [name for name in sorted(wanted.missing) if not _has(found, name, keys_of)]
     if missing:
         words = f"the checkpoint has nothing named {', '.join(missing)}"
         raise KeyError(f"{words}; {_beside(decoder.value(tree, ()), missing[0])}")
@@ -271,10 +288,17 @@ def _beside(state: Any, name: str) -> str:
     return f"{where} has {some}" + (f" and {more} more" if more > 0 else "")
 
 
-def _has(found: Any, name: str) -> bool:
-    """Return whether nested dicts have a part with this name."""
+def _has(found: Any, name: str, keys_of: dict[int, dict[str, Key]]) -> bool:
+    """Return whether nested dicts have a part with this name.
+
+    `keys_of` keeps the keys of the dicts, by id, with their names.
+    """
     for part in name.split("/"):
-        keys = {name_of([key]): key for key in found} if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            return False
+        keys = keys_of.get(id(found))
+        if keys is None:
+            keys = keys_of[id(found)] = {name_of([key]): key for key in found}
         if part not in keys:
             return False
         found = found[keys[part]]
@@ -369,16 +393,16 @@ class _Decoder:
         return dict(self._chosen(content.items(), path, wanted))
 
     def _items(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
-        pairs: dict[Key, Any] = {}
         for item in content if isinstance(content, list) else [None]:
             if not (
-                isinstance(item, list)
-                and len(item) == 2
-                and type(item[0]) in (int, str)
-                and item[0] not in pairs
+                isinstance(item, list) and len(item) == 2 and type(item[0]) in (int, str)
             ):
                 raise self._wrong(path, "has invalid items")
-            pairs[item[0]] = item[1]
+        if (problem := _hash_problem(key for key, _ in content)) is not None:
+            raise self._wrong(path, problem)
+        pairs = dict(content)
+        if len(pairs) < len(content):
+            raise self._wrong(path, "has a key twice")
         return dict(self._chosen(pairs.items(), path, wanted))
 
     def _OrderedDict(  # noqa: N802
