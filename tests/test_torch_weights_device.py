@@ -21,6 +21,13 @@ def test_weights_are_copied_before_they_are_used(tmp_path):
     }
 
 
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+def test_a_forked_child_may_drop_a_model(tmp_path, kind):
+    """It leaves the reads and copies of the parent alone."""
+    report = run_child("collect_in_a_forked_child", folder=str(tmp_path), kind=kind).report
+    assert report == {"read ahead": True, "printed": "", "status": 0}
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "privateuseone", "meta"])
 def test_a_device_that_cannot_compute_is_refused(tmp_path, device):
     model = torch.nn.Linear(3, 3)

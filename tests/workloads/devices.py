@@ -1,5 +1,8 @@
 """Models whose weights are on a drive, computed on another device."""
 
+import gc
+import os
+
 import torch
 from torch import nn
 
@@ -53,3 +56,33 @@ def compute_on_a_device(folder):
             "done": sorted({each[0] for each in fake_device.log}),
         }
     )
+
+
+def collect_in_a_forked_child(folder, kind):
+    """Read ahead and copy, and report what a child prints that drops the model."""
+    library = fake_device.use()
+    device = fake_device.DEVICE if kind == "device" else torch.device("cpu")
+    layers = [nn.Linear(64, 64) for _ in range(16)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    path = f"{folder}/model.safetensors"
+    st.save_file(model.state_dict(), path)
+    memory = 12 * (64 * 64 + 64) * 4
+    nvmeio.torch.disk_offload(model, path, memory=memory, execution_device=device)
+    model[:3](torch.ones(1, 64).to(device))
+    left = model[0].weight.store._reads
+    found = {"read ahead": len(left) > 0}
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 2)
+        try:
+            del left, model, layers
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as pipe:
+        found["printed"] = pipe.read()
+    found["status"] = os.waitpid(child, 0)[1]
+    del library
+    report(found)

@@ -403,7 +403,10 @@ def refuse_in_child(process: int, weight: Weight) -> None:
         )
 
 
-def _end_all(reads: dict[_Reading, None], copies: deque[_Copy]) -> None:
+def _end_all(process: int, reads: dict[_Reading, None], copies: deque[_Copy]) -> None:
+    # Those of a parent go on, and only it can wait for them.
+    if process != os.getpid():
+        return
     for reading in list(reads):
         reading.abandon()
     reads.clear()
@@ -474,7 +477,8 @@ class Store:
         # A handle keeps the memory of what nobody waits for.
         self._reads: dict[_Reading, None] = {}
         self._copies: deque[_Copy] = deque()
-        weakref.finalize(self, _end_all, self._reads, self._copies).atexit = False
+        ending = weakref.finalize(self, _end_all, self._process, self._reads, self._copies)
+        ending.atexit = False
         self.bytes_read = self.bytes_peak = 0
         # Uses of what was in memory, was being read, and was not expected.
         self.hits = self.waits_ahead = self.waits_demanded = 0
