@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -541,6 +545,55 @@ def test_bad_arguments_are_refused(tmp_path, kind):
     with pytest.raises(error, match=words):
         nvmeio.torch.disk_offload(**arguments)
     assert descriptors_below(tmp_path) == []
+    model(x)
+
+
+@pytest.fixture
+def mesh():
+    """Return a mesh of one rank."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def wrapped(model, mesh):
+    fsdp = torch.distributed.fsdp.FullyShardedDataParallel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fsdp(model, device_id=torch.device("cpu"))
+
+
+DISTRIBUTED = {
+    "fully_shard": (
+        lambda model, mesh: torch.distributed.fsdp.fully_shard(model, mesh=mesh),
+        r"0\.weight is a DTensor, distributed over ranks",
+    ),
+    "DTensor": (torch.distributed.tensor.distribute_module, r"0\.weight is a DTensor"),
+    "FSDP": (wrapped, "the model is wrapped by FullyShardedDataParallel"),
+}
+
+
+@pytest.mark.parametrize("how", DISTRIBUTED)
+def test_a_model_of_several_processes_is_refused(tmp_path, mesh, how):
+    model, path, _ = made("linear", tmp_path)
+    distribute, words = DISTRIBUTED[how]
+    model = distribute(model, mesh) or model
+    before = [type(each) for each in model.parameters()]
+    with pytest.raises(ValueError, match=words):
+        nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    assert [type(each) for each in model.parameters()] == before
+
+
+def test_a_folder_of_dcp_is_refused(tmp_path):
+    model, _, x = made("linear", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(
+            model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True
+        )
+    with pytest.raises(ValueError, match=r"is a checkpoint of torch\.distributed"):
+        nvmeio.torch.disk_offload(model, tmp_path / "dcp", memory="1MiB")
     model(x)
 
 

@@ -274,6 +274,11 @@ def _check_whole(model: nn.Module) -> None:
                 f"{where} has hooks of accelerate, which move weights too; load the model "
                 "without device_map, or call accelerate.hooks.remove_hook_from_submodules"
             )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"{where} is wrapped by FullyShardedDataParallel, which distributes its "
+                "weights; only models of one process can have theirs on a drive"
+            )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise ValueError(

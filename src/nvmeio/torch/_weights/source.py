@@ -70,6 +70,11 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        if os.path.isfile(os.path.join(path, ".metadata")):
+            raise ValueError(
+                f"{path} is a checkpoint of torch.distributed.checkpoint; weights on a "
+                "drive come from safetensors files"
+            )
         self.places = places_of(path)
         self.files: dict[str, ModelFile] = {}
         try:
