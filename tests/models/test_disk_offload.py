@@ -5,6 +5,7 @@ compute with experts in the order of "eager".
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -300,7 +301,8 @@ def trained(model, steps=10):
     ]
     config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
     torch.manual_seed(2)
-    tuned = get_peft_model(model, config)
+    # In the dtype of the model.
+    tuned = get_peft_model(model, config, autocast_adapter_dtype=False)
     own = [each for each in tuned.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=1e-2)
     inputs = inputs_of(model)
@@ -323,6 +325,39 @@ def test_adapters_are_trained_as_in_memory(folder, family):
     pairs = zip(trained(model), expected, strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
     assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= memory
+
+
+def train_in_bfloat16(folder, family):
+    """Train in memory and on the drive; in a process of its own."""
+    expected = trained(saved(folder, family, torch.bfloat16))
+    memory = least_memory(folder)
+    model = nvmeio.torch.load_disk_offload(folder, memory=memory)
+    found = trained(model)
+    assert len(found) == len(expected) > 0
+    assert any(each.dtype == torch.bfloat16 and each.any() for each in found)
+    assert all(map(torch.equal, found, expected))
+    assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= memory
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3-MoE"])
+def test_adapters_are_trained_in_bfloat16_as_in_memory(folder, family):
+    code = "import sys, pathlib, test_disk_offload as test; "
+    code += "test.train_in_bfloat16(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        # As in test_packages.py.
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder, family],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
