@@ -140,11 +140,13 @@ def _replaceable(path: str | bytes, *, follow: bool) -> str | None:
         return None
     if not follow and os.path.islink(target):
         return target
-    try:
-        with naming(path):
+    with naming(path):
+        # In here: a traceback through naming() would keep the caller's buffer alive in a
+        # Python without the GIL, until the garbage collector runs.
+        try:
             found = os.stat(path)
-    except FileNotFoundError:
-        return target
+        except FileNotFoundError:
+            return target
     # /proc/PID/fd/N leads to an open file, but is not its name.
     plain = stat.S_ISREG(found.st_mode) and not target.startswith("/proc/")
     return target if plain and not _is_mounted(target) else None
