@@ -47,7 +47,8 @@ def needed_by(documented):
 def run_example(name, folder, monkeypatch):
     """Run the example of a name in a folder, with ``np`` and ``nvmeio`` imported."""
     documented = pkgutil.resolve_name(name).__doc__
-    for package in imported_by(documented).intersection({"torch", *ELSEWHERE}):
+    optional = {"torch", "safetensors", *ELSEWHERE}
+    for package in imported_by(documented).intersection(optional):
         pytest.importorskip(package, reason=f"{package} is not installed")
     # Cycles that other tests have left may hold memory of the pool, some through tensors,
     # which go only at the second time.

@@ -6,7 +6,6 @@ import traceback
 from functools import partial
 
 import numpy as np
-import safetensors.numpy
 
 import nvmeio
 from nvmeio._native.region import Region
@@ -111,6 +110,8 @@ def save_and_stand_still(path):
 
 def load_with(path, direct):
     """Load a model file while system calls fail."""
+    import safetensors.numpy
+
     # Import it first, because it maps the file.
     expected = safetensors.numpy.load_file(path)
     found = {}

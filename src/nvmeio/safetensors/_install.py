@@ -59,6 +59,7 @@ class Installation:
 
     Examples
     --------
+    >>> import safetensors
     >>> with nvmeio.safetensors.install() as installed:
     ...     isinstance(installed, nvmeio.safetensors.Installation)
     True
