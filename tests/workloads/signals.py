@@ -32,6 +32,8 @@ from workloads.common import (
     write_checked,
 )
 
+WITHOUT_GIL = not getattr(sys, "_is_gil_enabled", lambda: True)()
+
 
 class Storm:
     """SIGALRM every 100 us, with a handler in Python."""
@@ -547,16 +549,28 @@ class Remains:
         if new := found - self.names:
             left["files"], self.names = sorted(new), self.names | new
         for name in [each for each in found if not each.endswith("/")]:
-            with open(ground.path(name), "r+b") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    left["lock"] = name
+            path = ground.path(name)
+            if (locked := is_locked(path)) and WITHOUT_GIL:
+                # There Python may keep the frames of an exception until then.
+                gc.collect()
+                locked = is_locked(path)
+            if locked:
+                left["lock"] = name
         after = open_now() - self.before and settled(self.before)
         if after:
             left["open"], self.before = after, self.before | after
         return left
+
+
+def is_locked(path):
+    """Return whether somebody has a lock on a file."""
+    with open(path, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def names_below(folder):
