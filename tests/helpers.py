@@ -282,6 +282,12 @@ def cancelled(request):
     return False
 
 
+def become_host(monkeypatch, name):
+    """Give this host another name."""
+    found = [*os.uname()]
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result([found[0], name, *found[2:]]))
+
+
 SLOW = {"block_size": 1, "queue_depth": 1}
 
 

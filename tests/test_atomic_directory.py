@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from children import run_with_faults, skip_sanitized
+from helpers import become_host
 from nvmeio._publish import folders
 from nvmeio._publish import names as _names
 from nvmeio.checkpoint import atomic_directory, cleanup
@@ -288,7 +289,7 @@ class TestCleanup:
     def test_hosts_may_have_dots_and_a_failed_removal_does_not_stop_others(
         self, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(_names.socket, "gethostname", lambda: "node-1.some.where")
+        become_host(monkeypatch, "node-1.some.where")
         monkeypatch.setattr(_names, "_start_of", lambda process: 1)
         for name in ("a", "b.c", "d"):
             os.mkdir(_names.temporary_name(str(tmp_path / name)))

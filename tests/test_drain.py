@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import stat
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 
 from children import Child, run_tool
 from fuse_mounts import FAULTYFS, empty, fuse_refusal, served
-from helpers import pattern
+from helpers import become_host, pattern
 from mounts import overlay, unmount
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
 from nvmeio.checkpoint._restoring import Held
@@ -630,7 +629,7 @@ def test_a_writer_leaves_alone_what_another_host_fetches(tmp_path, monkeypatch):
                 saved.append(writer.save(0, state_of(0)))
 
     monkeypatch.setattr(fcntl, "flock", without_folders)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    become_host(monkeypatch, "another")
     while_fetched(monkeypatch, save)
     assert same(Checkpointer(root, drain_to="memory://run/9").restore(), 2)
     assert saved

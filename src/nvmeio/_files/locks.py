@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import socket
 import stat
 import struct
 import threading
@@ -156,7 +155,7 @@ def _lock(descriptor: int, doing: str) -> None:
         _refuse_without_locks(error)
         raise
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"{_HOLDER} {os.getpid()} on {socket.gethostname()}, since {since}\n"
+    text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 

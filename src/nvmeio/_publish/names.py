@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +100,7 @@ def renaming(target: str, remedy: str = "") -> Iterator[None]:
 
 def _host() -> str:
     """Return this host's name as it is in temporary names, without dots."""
-    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:_NAME_MAX]
+    return re.sub("[^A-Za-z0-9-]", "_", os.uname().nodename)[:_NAME_MAX]
 
 
 def _start_of(process: int) -> int:

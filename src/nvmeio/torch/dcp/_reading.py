@@ -5,7 +5,6 @@ import dataclasses
 import io
 import math
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -132,7 +131,7 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
         folder = os.path.abspath(os.path.dirname(path))
         # A rank's own metadata is not that of the others.
         digest = digest if kwargs.get("rank") is None else ""
-        self._read = _Read(digest, folder, socket.gethostname())
+        self._read = _Read(digest, folder, os.uname().nodename)
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         assert found.storage_meta is not None
