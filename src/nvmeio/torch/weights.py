@@ -1,5 +1,6 @@
 """Compute with models whose weights stay on a drive."""
 
+import ctypes
 import fnmatch
 import os
 import warnings
@@ -143,9 +144,11 @@ def disk_offload(
     device = _device_of(execution_device)
     _check_whole(model)
     with opened(checkpoint) as source:
+        tensors: Mapping[str, LazyTensor]
         if is_pretrained(model):
             like, unused = loaded_like(model, source)
             tensors = _lazy_tensors(like)
+            del like
         else:
             tensors = source.tensors()
             known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
@@ -153,6 +156,8 @@ def disk_offload(
         offload = _Offload(model, source, tensors, limit, device, dtype, tables)
         offload.warn_of(unused)
         offload.begin()
+        del tensors
+        _trim()
     return model
 
 
@@ -236,7 +241,14 @@ def load_disk_offload(
         model, _ = loaded_from(place, source, dtype)
         tensors = _lazy_tensors(model)
         _Offload(model, source, tensors, limit, device, None, tables, casts=True).begin()
+        del tensors
+        _trim()
     return model
+
+
+def _trim() -> None:
+    """Return what was freed to the system: the many tensors without values, above all."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _device_of(chosen: torch.device | str | int | None) -> torch.device:

@@ -93,6 +93,13 @@ class Weight:
     With `making`, these are tensors of which it is made.
     """
 
+    # A model of experts has some ten thousand.
+    __slots__ = (
+        *("name", "shape", "stored", "dtype", "device", "extents", "making", "parts"),
+        *("is_part", "is_table", "is_soon", "is_ahead", "stored_bytes", "nbytes"),
+        *("values", "reading"),
+    )
+
     def __init__(
         self,
         name: str,
@@ -103,11 +110,11 @@ class Weight:
         making: Making | None = None,
     ) -> None:
         self.name = name
-        self.shape = torch.Size(shape)
+        self.shape = shape if isinstance(shape, torch.Size) else torch.Size(shape)
         self.stored, self.dtype = stored, dtype
         self.extents, self.making = extents, making
         # Those of its first dimension, if these are also read one by one.
-        self.parts: list[Weight] = []
+        self.parts: Sequence[Weight] = ()
         self.is_part = False
         # Whether its rows are read one by one.
         self.is_table = False
@@ -155,13 +162,14 @@ class Weight:
         """Let the parts of the first dimension be read one by one."""
         if self.making is not None or len(self.shape) < 2 or not self.shape[0]:
             return
-        size = self.stored_bytes // self.shape[0]
+        size, shape = self.stored_bytes // self.shape[0], self.shape[1:]
+        parts = []
         for number, extents in enumerate(self._cut(size, self.shape[0])):
-            part = Weight(
-                f"{self.name}[{number}]", self.shape[1:], self.stored, self.dtype, extents
-            )
+            name = f"{self.name}[{number}]"
+            part = Weight(name, shape, self.stored, self.dtype, tuple(extents))
             part.is_part, part.device = True, self.device
-            self.parts.append(part)
+            parts.append(part)
+        self.parts = parts
 
     def _cut(self, size: int, count: int) -> list[list[Extent]]:
         """Return the extents of pieces of so many bytes."""
