@@ -7,8 +7,8 @@ import gc
 import os
 import re
 import shutil
-import stat
 import signal
+import stat
 import sys
 import tempfile
 import threading

@@ -1,10 +1,10 @@
 """Whether a pickle's objects can be made in linear time, found out without making any.
 
 Tuples are hashed anew each time, so a few bytes that nest tuples in tuples twice each, as
-the key of a dict, take years; and ints can be chosen that all have the same hash, each of which
-is compared with all before it.  This follows what each opcode does to the stack and to the
-memo, as in pickletools.py, and adds up how many parts are visited when keys are hashed, and
-by functions that hash what their arguments contain, as set() does.
+the key of a dict, take years; and ints can be chosen that all have the same hash, so that
+each is compared with all before it.  This follows what each opcode does to the stack and to
+the memo, as in pickletools.py, and adds up how many parts are visited when keys are hashed,
+and by functions that hash what their arguments contain, as set() does.
 """
 
 from libc.stdint cimport uint8_t, uint64_t

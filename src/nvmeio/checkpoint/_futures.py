@@ -202,7 +202,8 @@ class SaveFuture(ToldFuture[pathlib.Path]):
         concurrent.futures.CancelledError
             The save was cancelled.
         RuntimeError
-            A callback of ``staged`` called this without `timeout`: it would wait for itself.
+            A callback of ``staged`` called this without `timeout`: it would wait for
+            itself.
         Exception
             What the save raised; see ``Checkpointer.save``.
         """
@@ -230,7 +231,8 @@ class SaveFuture(ToldFuture[pathlib.Path]):
         concurrent.futures.CancelledError
             The save was cancelled.
         RuntimeError
-            A callback of ``staged`` called this without `timeout`: it would wait for itself.
+            A callback of ``staged`` called this without `timeout`: it would wait for
+            itself.
         """
         if timeout is None:
             self._refuse_own_thread("exception()")

@@ -277,7 +277,7 @@ def _mapped(file: File) -> _Mapped | None:
 
 
 def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
-    """Return the tensors in values, as often as they occur; None if a value may hide others."""
+    """Return the tensors in values, each time they occur; None if one may hide others."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     while values:
