@@ -1419,6 +1419,23 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
     assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_step_is_removed_where_there_is_no_space_for_a_new_name(
+    checkpointer, root, monkeypatch, number
+):
+    """As on a full btrfs."""
+    checkpointer.save(1, state_of(1))
+    checkpointer.save(2, state_of(2))
+
+    def rename(*paths):
+        raise OSError(number, os.strerror(number), *paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        checkpointer.remove(1)
+    assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-2"]
+
+
 def test_a_full_drive_is_named_where_no_folder_can_be_made(checkpointer, monkeypatch):
     """As on xfs and btrfs."""
     checkpointer.save(1, state_of(1))

@@ -76,6 +76,15 @@ def test_two_saves_of_one_step_are_not_the_same_step(tmp_path, roots, copied):
     assert found == [one, one]
 
 
+def test_ranks_that_each_saved_for_themselves_are_told_so(tmp_path):
+    roots = [str(tmp_path / name) for name in ("a", "b")]
+    for root in roots:
+        Checkpointer(root).save(1, 1)
+    found = together(tmp_path, work.agree, 2, roots=roots)
+    assert found[0] == found[1]
+    assert "these are different saves where the numbers are the same" in found[0]
+
+
 def test_nothing_is_restored_if_no_step_is_everywhere(tmp_path, roots):
     for step in (80, 100):
         shutil.rmtree(f"{roots[0]}/step-{step}")

@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 import safetensors.torch
 import torch
 
+import nvmeio.safetensors.torch
 import nvmeio.torch
 from model_samples import TORCH_DTYPES, filled
 from nvmeio._memory.deferred import Deferred, DeferredState
@@ -1123,6 +1124,21 @@ def test_memory_that_goes_away_during_a_save_is_an_error(monkeypatch, checkpoint
     with pytest.raises(RuntimeError, match=r"memory of state\['y'\] was changed"):
         checkpointer.save_async(1, state, stage=False).result()
     assert checkpointer.steps() == []
+
+
+@pytest.mark.parametrize("way", ["save", "unstaged", "save_file"])
+def test_a_tensor_can_be_resized_after_a_save(tmp_path, checkpointer, way):
+    """Unlike after numpy(): FSDP frees the storages of whole parameters."""
+    state = {"a": torch.ones(1000), "turned": torch.ones(30, 40).t()}
+    if way == "save":
+        checkpointer.save(1, state)
+    elif way == "unstaged":
+        checkpointer.save_async(1, state, stage=False).result()
+    else:
+        state["turned"] = state["turned"].contiguous()
+        nvmeio.safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    for each in state.values():
+        each.untyped_storage().resize_(0)
 
 
 def test_messages_about_a_hostile_tree_are_short(checkpointer):

@@ -761,6 +761,13 @@ def stager(request):
     made.close()
 
 
+def test_sharded_tensors_are_staged(tmp_path):
+    """FSDP1's sharded states have them."""
+    ((kept, staged),) = together(tmp_path, work.stage_sharded, 1)
+    assert kept == "ShardedTensor"
+    assert torch.equal(staged, torch.ones(4, 5))
+
+
 def test_a_staged_state_is_independent_of_the_original(tmp_path, stager):
     state = state_of(1)
     state["tied"] = state["large"][:, 3:]

@@ -6,6 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -248,3 +249,14 @@ def save_and_fail_again(folders, failing, times):
         sizes.append(len(names))
         dist.barrier()
     return sizes
+
+
+def stage_sharded():
+    """Stage a ShardedTensor, and change it; return the copy's type and its shard."""
+    shard = torch.ones(4, 5)
+    value = sharded_tensor.init_from_local_shards(
+        [sharded_tensor.Shard.from_tensor_and_offsets(shard, [0, 0], 0)], 4, 5
+    )
+    staged = PoolStager().stage({"value": value})["value"]
+    shard.zero_()
+    return type(staged).__name__, staged.local_shards()[0].tensor

@@ -186,13 +186,14 @@ def sync_below(folder: str) -> None:
 def set_aside(folder: str, first: str) -> None:
     """Remove a folder, whose name disappears in one step.
 
-    Where that cannot be, as in a lower layer of overlayfs, its file `first` goes first.
+    Where that cannot be, as in a lower layer of overlayfs, or on a full btrfs, where a new
+    name takes space, its file `first` goes first.
     """
     with TemporaryName(temporary_name(folder)) as left:
         try:
             os.rename(folder, left)
         except OSError as error:
-            if error.errno != errno.EXDEV:
+            if error.errno not in (errno.EXDEV, errno.ENOSPC, errno.EDQUOT):
                 raise
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, first))

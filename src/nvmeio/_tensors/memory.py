@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
 from nvmeio._memory.strides import parts_of
+from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import Place, itemsize_of, place_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
@@ -32,9 +33,9 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     if value.numel() == 0:
         return np.empty(0, np.uint8)
     # As view() would refuse a dimension of size 1 with an unusual stride.
-    flat = value.as_strided((value.numel(),), (1,))
-    found: npt.NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()
-    return found
+    flat = value.as_strided((value.numel(),), (1,)).view(sys.modules["torch"].uint8)
+    # By numpy() its storage could not be resized any more, for ever, as FSDP does.
+    return np.asarray(MemoryAt(flat.data_ptr(), (flat.numel(),), "|u1", flat))
 
 
 def pieces_of(value: Any) -> Iterator[npt.NDArray[np.uint8]]:

@@ -118,7 +118,13 @@ def _agree_on(
     if not any(seen):
         return None
     some = "; ".join(f"rank {rank} has {found[:3]}" for rank, found in enumerate(seen[:4]))
-    raise CheckpointError(f"no save of a step is complete on all {len(seen)} ranks: {some}")
+    said = f"no save of a step is complete on all {len(seen)} ranks: {some}"
+    if set(seen[0]).intersection(*seen[1:]):
+        said += (
+            "; these are different saves where the numbers are the same, as if each rank "
+            "had saved for itself: let one save, and copy its steps to the others"
+        )
+    raise CheckpointError(said)
 
 
 def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:

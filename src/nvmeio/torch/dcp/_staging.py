@@ -1,8 +1,10 @@
 """Stage copies of a state in memory of the pool, which returns there after the save."""
 
+import copy
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -85,6 +87,10 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         if is_traceable_wrapper_subclass(x):
             # Its own storage has an address if it has an offset, but no bytes.
             return self._stage_parts(x, memo, non_blocking)
+        if isinstance(x, ShardedTensor):
+            # It has neither an address nor parts, but can be copied, to memory of torch.
+            found = memo[id(x)] = copy.deepcopy(x)
+            return found
         if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
             # Torch would copy the storage, and lose the lazy conjugation or negation.
             x = x.detach().resolve_conj().resolve_neg()
