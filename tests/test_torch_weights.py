@@ -585,7 +585,7 @@ def test_a_model_of_several_processes_is_refused(tmp_path, mesh, how):
     assert [type(each) for each in model.parameters()] == before
 
 
-def test_a_folder_of_dcp_is_refused(tmp_path):
+def test_a_folder_of_dcp_is_refused_without_safetensors_files(tmp_path):
     model, _, x = made("linear", tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -594,7 +594,11 @@ def test_a_folder_of_dcp_is_refused(tmp_path):
         )
     with pytest.raises(ValueError, match=r"is a checkpoint of torch\.distributed"):
         nvmeio.torch.disk_offload(model, tmp_path / "dcp", memory="1MiB")
-    model(x)
+    expected = model(x)
+    # Its safetensors files are used if it has some.
+    st.save_file(model.state_dict(), tmp_path / "dcp" / "model.safetensors")
+    nvmeio.torch.disk_offload(model, tmp_path / "dcp", memory="1MiB")
+    assert torch.equal(model(x), expected)
 
 
 def test_names_that_do_not_fit_are_told(tmp_path):

@@ -70,12 +70,15 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        if os.path.isfile(os.path.join(path, ".metadata")):
+        try:
+            self.places = places_of(path)
+        except FileNotFoundError as error:
+            if not os.path.isfile(os.path.join(path, ".metadata")):
+                raise
             raise ValueError(
                 f"{path} is a checkpoint of torch.distributed.checkpoint; weights on a "
                 "drive come from safetensors files"
-            )
-        self.places = places_of(path)
+            ) from error
         self.files: dict[str, ModelFile] = {}
         try:
             for place in sorted(set(self.places.values())):
