@@ -481,6 +481,9 @@ def test_stats_count_every_use(tmp_path):
 def test_compilers_are_refused(tmp_path):
     model, path, x = made("linear", tmp_path)
     nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    for module in (model, model[0]):
+        with pytest.raises(RuntimeError, match=r"0\.weight is on a drive, .* compiled"):
+            module.compile()
     for compiled in (torch.compile(model), lambda x: torch.export.export(model, (x,))):
         with pytest.raises(RuntimeError, match=r"the weight 0\.weight is on a drive"):
             compiled(x)
@@ -571,11 +574,19 @@ DISTRIBUTED = {
     ),
     "DTensor": (torch.distributed.tensor.distribute_module, r"0\.weight is a DTensor"),
     "FSDP": (wrapped, "the model is wrapped by FullyShardedDataParallel"),
+    "DDP": (
+        lambda model, mesh: nn.parallel.DistributedDataParallel(model.requires_grad_()),
+        "the model is wrapped by DistributedDataParallel; pass the model within",
+    ),
+    "torch.compile": (
+        lambda model, mesh: torch.compile(model),
+        "the model is wrapped by OptimizedModule; pass the model within",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", DISTRIBUTED)
-def test_a_model_of_several_processes_is_refused(tmp_path, mesh, how):
+def test_a_wrapped_or_distributed_model_is_refused(tmp_path, mesh, how):
     model, path, _ = made("linear", tmp_path)
     distribute, words = DISTRIBUTED[how]
     model = distribute(model, mesh) or model

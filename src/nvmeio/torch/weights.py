@@ -46,6 +46,9 @@ TABLES = 4
 # Where a model keeps what disk_offload() has done to it.
 _ATTRIBUTE = "_nvmeio_disk_offload"
 
+# Modules of torch around a model, whose parameters have other names.
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
+
 
 def disk_offload(
     model: nn.Module,
@@ -290,6 +293,10 @@ def _check_whole(model: nn.Module) -> None:
             raise ValueError(
                 f"{where} is wrapped by FullyShardedDataParallel, which distributes its "
                 "weights; only models of one process can have theirs on a drive"
+            )
+        if type(module).__name__ in _WRAPPERS:
+            raise ValueError(
+                f"{where} is wrapped by {type(module).__name__}; pass the model within"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
@@ -558,6 +565,7 @@ class _Offload:
         for module in self.model.modules():
             if any(type(each) is DiskParameter for each in module.parameters()):
                 module._apply = _Method(_apply, module)
+                module.compile = _Method(_refuse_compile, module)
                 module.extra_repr = _Method(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
         setattr(self.model, _ATTRIBUTE, _Source(self.store, self.rows))
@@ -651,6 +659,7 @@ def _end(model: nn.Module) -> None:
     _refresh(model)
     for module in model.modules():
         vars(module).pop("_apply", None)
+        vars(module).pop("compile", None)
         vars(module).pop("extra_repr", None)
         _unhook(module)
     compute_as_before(model)
@@ -691,6 +700,13 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
                 parameter._refuse("replaced by another tensor")
     found: nn.Module = type(self)._apply(self, fn, recurse)
     return found
+
+
+def _refuse_compile(self: nn.Module, *_: Any, **__: Any) -> None:
+    """Refuse ``compile``, after which no call would work."""
+    for parameter in self.parameters():
+        if type(parameter) is DiskParameter:
+            parameter._refuse("compiled")
 
 
 def _extra_repr(self: nn.Module) -> str:
