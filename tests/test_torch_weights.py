@@ -596,6 +596,37 @@ def test_a_wrapped_or_distributed_model_is_refused(tmp_path, mesh, how):
     assert [type(each) for each in model.parameters()] == before
 
 
+class Sided(nn.Module):
+    """A model, and an adapter that is trained."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.adapter = model, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.model(x) + self.adapter(x)
+
+
+def sided(folder):
+    """Return an adapted model and its twin, whose frozen weights are on a drive."""
+    model, path, x = made("linear", folder)
+    st.save_file({f"model.{name}": v for name, v in model.state_dict().items()}, path)
+    model = Sided(model)
+    offloaded = nvmeio.torch.disk_offload(copy.deepcopy(model), path, memory="1MiB")
+    return model, offloaded, x
+
+
+def test_adapters_are_trained_by_ddp(tmp_path, mesh):
+    model, offloaded, x = sided(tmp_path)
+    for each in (model, offloaded):
+        nn.parallel.DistributedDataParallel(each)(x).square().sum().backward()
+    assert torch.equal(offloaded.adapter.weight.grad, model.adapter.weight.grad)
+    kept = sorted(vars(model))
+    other = copy.deepcopy(offloaded)
+    nn.parallel.DistributedDataParallel(other)
+    assert sorted(vars(nvmeio.torch.remove_disk_offload(offloaded))) == kept
+
+
 def test_a_folder_of_dcp_is_refused_without_safetensors_files(tmp_path):
     model, _, x = made("linear", tmp_path)
     with warnings.catch_warnings():

@@ -327,6 +327,22 @@ def test_adapters_are_trained_as_in_memory(folder, family):
     assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= memory
 
 
+def test_adapters_are_trained_by_ddp(folder):
+    """Which peft wraps, so that parameters have other names than in the model."""
+    saved(folder, "Llama")
+    model = nvmeio.torch.load_disk_offload(folder, memory=LARGE)
+    tuned = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    inputs = inputs_of(model)
+    expected = tuned(**inputs).logits
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(tuned)
+        assert torch.equal(parallel(**inputs).logits, expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def train_in_bfloat16(folder, family):
     """Train in memory and on the drive; in a process of its own."""
     expected = trained(saved(folder, family, torch.bfloat16))

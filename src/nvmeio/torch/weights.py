@@ -49,6 +49,12 @@ _ATTRIBUTE = "_nvmeio_disk_offload"
 # Modules of torch around a model, whose parameters have other names.
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
+# Where DistributedDataParallel finds the names of parameters that it leaves alone.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+# What peft puts before the names of a model's parameters.
+_PEFT = "base_model.model."
+
 
 def disk_offload(
     model: nn.Module,
@@ -568,6 +574,7 @@ class _Offload:
                 module.compile = _Method(_refuse_compile, module)
                 module.extra_repr = _Method(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
+        setattr(self.model, _IGNORED, _Names(_names_on_drive, self.model))
         setattr(self.model, _ATTRIBUTE, _Source(self.store, self.rows))
 
     def _move_rest(self) -> None:
@@ -641,7 +648,14 @@ class _Method(_Unpickled):
         return self.function(module, *arguments, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
-        return _Method(self.function, memo.get(id(self.module()), self.module()))
+        return type(self)(self.function, memo.get(id(self.module()), self.module()))
+
+
+class _Names(_Method):
+    """Names that a method returns when they are asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self())
 
 
 def _end(model: nn.Module) -> None:
@@ -663,6 +677,7 @@ def _end(model: nn.Module) -> None:
         vars(module).pop("extra_repr", None)
         _unhook(module)
     compute_as_before(model)
+    vars(model).pop(_IGNORED, None)
     delattr(model, _ATTRIBUTE)
 
 
@@ -700,6 +715,14 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
                 parameter._refuse("replaced by another tensor")
     found: nn.Module = type(self)._apply(self, fn, recurse)
     return found
+
+
+def _names_on_drive(self: nn.Module) -> Iterator[str]:
+    """Yield what DistributedDataParallel would otherwise send, also as peft names it."""
+    for name, *_, value in _named(self, "_parameters"):
+        if type(value) is DiskParameter:
+            yield name
+            yield _PEFT + name
 
 
 def _refuse_compile(self: nn.Module, *_: Any, **__: Any) -> None:
