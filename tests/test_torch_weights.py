@@ -560,11 +560,11 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def wrapped(model, mesh):
+def wrapped(model, mesh, **options):
     fsdp = torch.distributed.fsdp.FullyShardedDataParallel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fsdp(model, device_id=torch.device("cpu"))
+        return fsdp(model, device_id=torch.device("cpu"), **options)
 
 
 DISTRIBUTED = {
@@ -625,6 +625,39 @@ def test_adapters_are_trained_by_ddp(tmp_path, mesh):
     other = copy.deepcopy(offloaded)
     nn.parallel.DistributedDataParallel(other)
     assert sorted(vars(nvmeio.torch.remove_disk_offload(offloaded))) == kept
+
+
+def test_fully_shard_brings_weights_to_memory(tmp_path, mesh):
+    model, offloaded, x = sided(tmp_path)
+    expected = model(x)
+    torch.distributed.fsdp.fully_shard(offloaded, mesh=mesh)
+    assert {type(each).__name__ for each in offloaded.parameters()} == {"DTensor"}
+    assert torch.equal(offloaded(x), expected)
+
+
+def test_fsdp_around_weights_on_a_drive_is_refused(tmp_path, mesh):
+    """And leaves the model as it was."""
+    model, offloaded, x = sided(tmp_path)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"is on a drive, and cannot be changed"):
+        wrapped(offloaded, mesh, use_orig_params=True)
+    assert torch.equal(offloaded(x), expected)
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    """But the CPU and the meta device may both have parameters."""
+    model, path, x = made("linear", tmp_path)
+    expected = results(model, x)
+    several = copy.deepcopy(model)
+    with torch._subclasses.FakeTensorMode():
+        weight = torch.empty(WIDTH, WIDTH, device="cuda:1")
+    several[2].weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"2\.weight is on cuda:1; it must be on cpu"):
+        nvmeio.torch.disk_offload(several, path, memory="1MiB")
+    assert not any(type(each).__name__ == "DiskParameter" for each in several.parameters())
+    several[2] = nn.Linear(WIDTH, WIDTH, device="meta")
+    nvmeio.torch.disk_offload(several, path, memory="1MiB")
+    assert_equal(results(several, x), expected)
 
 
 def test_a_folder_of_dcp_is_refused_without_safetensors_files(tmp_path):
