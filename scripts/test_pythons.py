@@ -106,7 +106,10 @@ def prepare(version: str, program: str) -> list[str]:
         f"build_temp={folder}/build/objects\n[egg_info]\negg_base={folder}/build\n"
     )
     command = [python, *PIP, "--no-build-isolation", "--no-deps", "--force-reinstall", "."]
-    if run(command, log, env={**os.environ, "DIST_EXTRA_CONFIG": str(config)}):
+    options = {"DIST_EXTRA_CONFIG": str(config)}
+    # Otherwise Python switches the GIL on.
+    options |= {"NVMEIO_FREE_THREADING": "1"} if version.endswith("t") else {}
+    if run(command, log, env={**os.environ, **options}):
         raise SystemExit(log.read_text())
     return missing
 
@@ -121,9 +124,7 @@ def test(version: str, missing: list[str], options: list[str]) -> Result:
     # Here the installed package is tested, and other Pythons lack other packages.
     command += ["-m", "not slow", f"--junitxml={report}", "-o", "junit_logging=no"]
     command += ["--allow-skip", "is not installed|could not import", *options]
-    # Otherwise a package of others, such as uvloop, may switch it on.
-    gil = {"PYTHON_GIL": "0"} if version.endswith("t") else {}
-    status = subprocess.run(command, cwd=ROOT, env={**os.environ, **gil}).returncode
+    status = subprocess.run(command, cwd=ROOT).returncode
     outcomes = {}
     for case in ET.parse(report).iter("testcase") if report.exists() else ():
         kinds = {child.tag: child.get("message") for child in case}

@@ -203,6 +203,18 @@ def test_importing_loads_neither_torch_nor_slow_modules():
     assert not loaded & {"torch", "Cython", "setuptools", *slow}
 
 
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL"
+)
+def test_no_module_switches_the_gil_on():
+    package = Path(nvmeio.__file__).parent
+    found = [path.relative_to(package.parent) for path in package.rglob("*.cpython-*.so")]
+    names = [".".join([*path.parts[:-1], path.name.partition(".")[0]]) for path in found]
+    assert len(names) > 15
+    code = f"import sys, {', '.join(names)}; print(sys._is_gil_enabled())"
+    assert run(sys.executable, "-W", "error", "-c", code) == "False\n"
+
+
 @pytest.mark.parametrize("missing", [["torch"], ["torch", "safetensors"]])
 def test_the_modules_of_the_tests_can_be_imported_without(missing):
     """`make test-pythons` has no torch, and modules that need it skip themselves."""
