@@ -154,14 +154,6 @@ def test_one_worker_is_enough_if_others_cannot_start(tmp_path):
     assert report["steps"] == ALL_WELL
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_without_memory_for_bounces_requests_fail_or_are_right(tmp_path, engine):
-    skip_under_asan("ends the process when mmap fails")
-    report = round_trip(tmp_path, "mmap:error=ENOMEM", engine=engine, bounce="always")
-    assert set(report["steps"].values()) <= {"ok", "ENOMEM"}
-    assert report["pending"] == 0
-
-
 # A ring that can no longer be entered.
 
 
