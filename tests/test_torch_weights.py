@@ -1,5 +1,6 @@
 """Models whose weights are on a drive: the same results, in bounded memory."""
 
+import contextlib
 import copy
 import errno
 import gc
@@ -232,19 +233,22 @@ class Adapters(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Adapted() for _ in range(5))
         self.again = self.calls = 0
+        # What each layer is computed in.
+        self.within = contextlib.nullcontext
 
     def forward(self, x):
         for layer in self.layers:
             x = (
                 checkpoint(self.one, layer, x, use_reentrant=False)
                 if self.again
-                else layer(x)
+                else self.one(layer, x)
             )
         return x
 
     def one(self, layer, x):
         self.calls += 1
-        return layer(x)
+        with self.within():
+            return layer(x)
 
 
 def trained(model, x, context):
@@ -299,6 +303,63 @@ def test_adapters_are_trained_as_with_weights_in_memory(
         <= low
         < 3 * base["layers.0.base.weight"].nbytes
     )
+
+
+def whole(model):
+    """Return a function that computes a model again in the backward pass."""
+    return lambda x: checkpoint(model, x, use_reentrant=False)
+
+
+# Where the layers are checkpointed, where save_on_disk is, and whether all is once more.
+NESTINGS = [
+    ("layer", "outside", False),
+    ("layer", "inside", False),
+    ("layer", "inside", True),
+    ("no", "inside", True),
+    ("no", "outside", True),
+    ("no", "inside", False),
+]
+
+
+@pytest.mark.parametrize(("again", "saved", "all_again"), NESTINGS)
+def test_weights_nest_with_save_on_disk_and_checkpoint(tmp_path, again, saved, all_again):
+    torch.manual_seed(0)
+    model = Adapters()
+    base = {name: each for name, each in model.state_dict().items() if ".base." in name}
+    path = tmp_path / "base.safetensors"
+    st.save_file(base, path)
+    for layer in model.layers:
+        layer.base.requires_grad_(False)
+    disk = CONTEXTS["save_on_disk"](tmp_path)
+    model.again = again == "layer"
+    outside = disk if saved == "outside" else contextlib.nullcontext
+    other, x = copy.deepcopy(model), torch.randn(8, WIDTH)
+    gradients = []
+    low = least(model, path)
+    nvmeio.torch.disk_offload(model, path, memory=low)
+    for each in (model, other):
+        # Not before, because copy.deepcopy() would ask for it.
+        each.within = disk if saved == "inside" else contextlib.nullcontext
+        with outside():
+            loss = (whole(each) if all_again else each)(x).square().mean()
+        loss.backward()
+        gradients.append([p.grad for p in each.parameters() if p.requires_grad])
+    assert_equal(*gradients)
+    assert model.calls == other.calls
+    assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= low
+
+
+def test_values_lie_at_multiples_of_64(tmp_path):
+    """As torch allocates them: at others, a float32 Linear of one row has other bits."""
+    state = {f"{n}": torch.ones(n) for n in range(1, 9)}
+    st.save_file({"first": torch.ones(1, dtype=torch.uint8), **state}, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "a.safetensors")
+    model = nn.ParameterDict({name: nn.Parameter(each) for name, each in state.items()})
+    with pytest.warns(RuntimeWarning, match="the model has no first"):
+        nvmeio.torch.disk_offload(model, tmp_path / "a.safetensors", memory="1MiB")
+    held = [each.values() for each in model.values()]
+    assert [each.data_ptr() % 64 for each in held] == [0] * 8
+    assert all(each.eq(1).all() for each in held)
 
 
 def test_second_derivatives_are_the_same(tmp_path):
