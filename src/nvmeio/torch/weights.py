@@ -1,6 +1,5 @@
 """Compute with models whose weights stay on a drive."""
 
-import ctypes
 import fnmatch
 import os
 import warnings
@@ -14,6 +13,7 @@ from torch import nn
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
+from nvmeio._memory.heap import give_back
 from nvmeio.torch._weights.lazy import LazyTensor
 from nvmeio.torch._weights.pretrained import (
     compute_as_before,
@@ -166,7 +166,8 @@ def disk_offload(
         offload.warn_of(unused)
         offload.begin()
         del tensors
-        _trim()
+        # Of the many tensors without values.
+        give_back()
     return model
 
 
@@ -251,13 +252,9 @@ def load_disk_offload(
         tensors = _lazy_tensors(model)
         _Offload(model, source, tensors, limit, device, None, tables, casts=True).begin()
         del tensors
-        _trim()
+        # Of the many tensors without values.
+        give_back()
     return model
-
-
-def _trim() -> None:
-    """Return what was freed to the system: the many tensors without values, above all."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _device_of(chosen: torch.device | str | int | None) -> torch.device:
