@@ -7,6 +7,7 @@ import multiprocessing.util
 import pathlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -98,7 +99,11 @@ def _tell_all() -> None:
     that another function at exit has started.
     """
     while late := [each for each in threading.enumerate() if _saves(each)]:
-        late[0].join()
+        if late[0].is_alive():
+            late[0].join()
+        else:
+            # Another thread is about to start it, or it has just ended.
+            time.sleep(0.001)
     if not _untold:
         return
     lines = [f"nvmeio: {words} (no call has raised this)\n" for words in _untold.values()]

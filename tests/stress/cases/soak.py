@@ -93,6 +93,9 @@ def held_at_rest(threads):
     LIBC.malloc_trim(0)
     for thread in threading.enumerate():
         if thread.name == "nvmeio-callbacks":
+            # Another thread starts it, and may be about to.
+            while not thread.is_alive() and thread in threading.enumerate():
+                time.sleep(0.001)
             thread.join(60)
     deadline = time.monotonic() + 1
     while thread_count() != threads and time.monotonic() < deadline:
