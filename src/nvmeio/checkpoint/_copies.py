@@ -89,17 +89,23 @@ class Copies:
             with self._mutex:
                 self._runner = self._current = None
                 self._idle.set()
-            if not begun:
-                pass
-            elif failed is None:
-                future.set_result(nbytes)
-            elif isinstance(failed, CancelledError):
-                # The step was removed while it was copied, or before that.
-                future.set_exception(failed)
-            else:
-                future.fail(failed, f"step {step} was not copied")
+            # Else it was cancelled while it waited.
+            if begun:
+                self._report(future, step, nbytes, failed)
             # Its traceback has this frame.
             del failed
+
+    @staticmethod
+    def _report(
+        future: ToldFuture[int], step: int, nbytes: int, failed: BaseException | None
+    ) -> None:
+        if failed is None:
+            future.set_result(nbytes)
+        elif isinstance(failed, CancelledError):
+            # The step was removed while it was copied, or before that.
+            future.set_exception(failed)
+        else:
+            future.fail(failed, f"step {step} was not copied")
 
     def _copy(self, step: int, folder: str) -> int:
         def copy(place: Place) -> int:
