@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import gc
 import json
 import os
 import re
@@ -611,6 +612,25 @@ class TestAsync:
         assert future.staged.result() is None
         future.result()
         assert checkpointer._staging._region is None
+
+    def test_a_failed_save_keeps_no_state(self, checkpointer, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(_saving, "reserve", refuse)
+        # Its records are kept by pytest, and have the error.
+        monkeypatch.setattr(_checkpointer._log, "disabled", True)
+        state = np.ones(1000)
+        seen = weakref.ref(state)
+        future = checkpointer.save_async(1, {"x": state}, stage=False)
+        assert future.exception().errno == errno.EIO
+        checkpointer.close()
+        del state, future
+        for thread in threading.enumerate():
+            if thread.name == "nvmeio-checkpoint":
+                thread.join(60)
+        gc.collect()
+        assert seen() is None
 
     @pytest.mark.parametrize("call", ["result", "exception", "save", "remove", "close"])
     def test_a_callback_of_staged_does_not_wait_for_itself(self, checkpointer, slow, call):

@@ -461,6 +461,8 @@ class Checkpointer:
         except Exception as error:
             # Warnings are errors.  It is no error of the save, so the thread raises it.
             warned = error
+        # Before others may save, and because the error's traceback has the state.
+        self._saving = None
         try:
             self._end(future, plan, path, failed)
         finally:
