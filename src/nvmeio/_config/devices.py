@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import Descriptor, opened
+from nvmeio._files.descriptors import Descriptor, contents_of, opened
 
 __all__ = ["Device", "device_of"]
 
@@ -94,8 +94,8 @@ def _mount_of(descriptor: int) -> tuple[str, str, str]:
     """Return mount point, type and source of the mount of an open file."""
     try:
         # By the mount's ID, because mount points can be hidden by other mounts.
-        about = pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
-        mounts = pathlib.Path("/proc/self/mountinfo").read_bytes()
+        about = contents_of(f"/proc/self/fdinfo/{descriptor}")
+        mounts = contents_of("/proc/self/mountinfo")
     except FileNotFoundError:
         # For example in a chroot without /proc.
         return "", "unknown", ""

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any
 
-from nvmeio._native.descriptor import Descriptor, opened
+from nvmeio._native.descriptor import Descriptor, contents_of, opened
 
 __all__ = [
     "FOLDER",
     "Descriptor",
     "best_effort",
     "closing",
+    "contents_of",
     "cut",
     "open_regular",
     "opened",

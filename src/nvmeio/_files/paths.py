@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, opened
+from nvmeio._files.descriptors import FOLDER, contents_of, opened
 
 __all__ = [
     "absolute",
@@ -168,9 +168,9 @@ def _place_of(descriptor: int) -> tuple[int, str]:
 
 def mount_of(descriptor: int) -> int:
     """Return the number of the mount that an open file is on."""
-    # Read bytes: a process that dropped its privileges may be unable to import a codec.
-    with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
-        return int(file.read().partition(b"mnt_id:")[2].split()[0])
+    # Of bytes: a process that dropped its privileges may be unable to import a codec.
+    found = contents_of(f"/proc/self/fdinfo/{descriptor}")
+    return int(found.partition(b"mnt_id:")[2].split()[0])
 
 
 def resolved(path: str | bytes, *, follow: bool = True) -> str:

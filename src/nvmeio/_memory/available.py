@@ -3,6 +3,8 @@
 import os
 import resource
 
+from nvmeio._native.descriptor import contents_of
+
 __all__ = ["available_bytes"]
 
 # For each version of control groups: the files with a group's limit and its use, and the
@@ -17,8 +19,7 @@ def available_bytes() -> int:
     Page cache that the kernel can reclaim counts as available.
     """
     try:
-        with open("/proc/meminfo", "rb") as file:
-            lines = dict(line.split(b":") for line in file.read().splitlines())
+        lines = dict(line.split(b":") for line in contents_of("/proc/meminfo").splitlines())
         free = int(lines[b"MemAvailable"].split()[0]) * 1024
     except FileNotFoundError:
         # There is no /proc; this leaves out the page cache.
@@ -79,5 +80,4 @@ def _left_in_group(folder: str, names: tuple[str, str, str]) -> list[int]:
 
 
 def _text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read().strip()
+    return os.fsdecode(contents_of(path)).strip()

@@ -12,7 +12,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EINTR, EINVAL, EISDIR, ELOOP, ENOENT, ENOSYS, EOPNOTSUPP
 from libc.errno cimport errno as c_errno
 from libc.string cimport strcmp
-from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_RDWR
+from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_RDONLY, O_RDWR
 from posix.unistd cimport close as c_close
 from posix.unistd cimport ftruncate, getpid, unlink
 
@@ -227,3 +227,12 @@ def opened(path, flags, mode=0o666):
     cdef Descriptor descriptor = Descriptor.__new__(Descriptor)
     descriptor.open(path, flags, mode)
     return descriptor
+
+
+def contents_of(path):
+    """Return the bytes of a small file, such as those in /proc, /sys and control groups.
+
+    Errors of close(2), which mean nothing after reading, are ignored.
+    """
+    with opened(path, O_RDONLY) as number, open(number, "rb", closefd=False) as file:
+        return file.read()

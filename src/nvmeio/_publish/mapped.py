@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nvmeio._arguments.types import HasFileno
+from nvmeio._files.descriptors import contents_of
 from nvmeio._native.pool import require_available
 
 __all__ = ["Map", "apart", "is_mapped", "maps_of", "require_copy"]
@@ -27,14 +28,13 @@ def maps_of(file: HasFileno) -> list[Map]:
     # Not by the device too: /proc/self/maps has another one on btrfs and overlayfs.
     inode = os.fstat(file.fileno()).st_ino
     # By the path too: FUSE file systems may give a file another inode number each time.
-    path = os.readlink(f"/proc/self/fd/{file.fileno()}")
+    path = os.readlink(b"/proc/self/fd/%d" % file.fileno())
     maps = []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            span, _, offset, _, found, *name = line.rstrip("\n").split(maxsplit=5)
-            if int(found) == inode or name == [path]:
-                begin, end = (int(each, 16) for each in span.split("-"))
-                maps.append(Map(begin, end, int(offset, 16)))
+    for line in contents_of("/proc/self/maps").rstrip(b"\n").split(b"\n"):
+        span, _, offset, _, found, *name = line.split(maxsplit=5)
+        if int(found) == inode or name == [path]:
+            begin, end = (int(each, 16) for each in span.split(b"-"))
+            maps.append(Map(begin, end, int(offset, 16)))
     return maps
 
 

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
-from nvmeio._files.descriptors import opened
+from nvmeio._files.descriptors import contents_of, opened
 from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
@@ -109,9 +109,8 @@ def _start_of(process: int) -> int:
     Without /proc it is 0: unknown.
     """
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            # The process's name, in parentheses, may have any characters.
-            words = file.read().rpartition(b")")[2].split()
+        # The process's name, in parentheses, may have any characters.
+        words = contents_of(f"/proc/{process}/stat").rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return -1 if os.path.exists("/proc/self/stat") else 0
     return -1 if words[0] in b"ZX" else int(words[19])

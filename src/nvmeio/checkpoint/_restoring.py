@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nvmeio._files.descriptors import FOLDER, Descriptor, opened
+from nvmeio._files.descriptors import FOLDER, Descriptor, closing, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close, unlock
 from nvmeio._files.paths import exists_now, leads_to
@@ -196,7 +196,7 @@ class Held:
         """Raise CheckpointError if the bytes of the tensors differ from the checksums."""
         record = self.manifest.files[TENSORS]
         seen = Checksums(self.manifest.block_bytes)
-        with open(file.path, "rb") as header:
+        with closing(open(file.path, "rb")) as header:
             seen(header.read(file.layout.data_start))
         for each in file.layout.tensors:
             if each.name not in tensors:
