@@ -311,3 +311,24 @@ def call_in_child(function, *args):
     """Call a function in a forked child, and check that it raises nothing."""
     _, status = os.waitpid(fork(function, *args), 0)
     assert status == 0, f"{function.__name__}() failed in a child: see stderr"
+
+
+def pairs_of_one_hash(count):
+    """Return pairs of ints that all have the same hash, from CPython's algorithm."""
+    bits, factor, begin, one = (
+        2**64,
+        14029467366897019727,
+        2870177450012600261,
+        11400714785074694791,
+    )
+    found, first, unfactored = [], 0, pow(factor, -1, 2**64)
+    while len(found) < count:
+        first += 1
+        mixed = (begin + first * factor) % bits
+        mixed = (mixed << 31 | mixed >> 33) * one % bits
+        # The second int brings the sum to 1; it is its own hash if it is small enough.
+        second = (1 - mixed) * unfactored % bits
+        if second < 2**61 - 1:
+            found.append((first, second))
+    assert len({hash(pair) for pair in found}) == 1
+    return found

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import pairs_of_one_hash
 from nvmeio._native.pickles import require_linear
 
 KEYS = st.recursive(
@@ -121,11 +122,27 @@ def test_many_large_ints_are_refused_where_they_are_hashed(text):
     else:
         ints = [b"\x8a\x0a" + (step * n).to_bytes(10, "little") for n in numbers]
     body = b"\x80\x04}(" + b"".join(b"%sN" % each for each in ints) + b"u."
-    with pytest.raises(ValueError, match="many ints that may have the same hash"):
+    with pytest.raises(ValueError, match="many ints or tuples that may have the same hash"):
         require_linear(body, by_fields=False)
     body = b"\x80\x04](" + b"".join(ints) + b"e."
     require_linear(body, by_fields=False)
     assert len(pickle.loads(body)) == 100_000
+
+
+def test_many_tuples_are_refused_where_they_are_hashed_by_their_parts():
+    pairs = pairs_of_one_hash(30_000)
+    body = pickle.dumps(dict.fromkeys(pairs[:1000]))
+    require_linear(body, by_fields=True)
+    ints = (b"\x8a\x08%b\x8a\x08%b\x86N" % tuple(map(eight, pair)) for pair in pairs)
+    body = b"\x80\x04}(" + b"".join(ints) + b"u."
+    with pytest.raises(ValueError, match="ints or tuples that may have the same hash"):
+        require_linear(body, by_fields=True)
+    require_linear(body, by_fields=False)
+
+
+def eight(value):
+    """Return an int as eight bytes of a pickle."""
+    return value.to_bytes(8, "little")
 
 
 NESTED = b")q\x02" + b"h\x02h\x02\x86q\x02" * 60

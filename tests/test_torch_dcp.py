@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import nvmeio
+from helpers import pairs_of_one_hash
 from nvmeio._publish import names
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
@@ -586,6 +587,26 @@ def test_reading_changes_no_class(tmp_path, module, name):
     with contextlib.suppress(CheckpointException):
         load(tmp_path, {"y": torch.zeros(3)})
     assert not hasattr(kind, "evil")
+
+
+def test_parts_of_tensors_with_one_hash_are_refused(tmp_path):
+    """A dict of them takes quadratic time."""
+    save(tmp_path, {"y": torch.ones(3)})
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    ((index, info),) = found.storage_data.items()
+    for pair in pairs_of_one_hash(101):
+        found.storage_data[metadata.MetadataIndex(index.fqn, pair)] = info
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointException, match="101 keys with the same hash; 100 is"):
+        load(tmp_path, {"y": torch.zeros(3)})
+    found.storage_data = {index: info}
+    found.planner_data = index
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    load(tmp_path, {"y": torch.zeros(3)})
+    found.planner_data = metadata.MetadataIndex("z")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointException, match="2 objects of MetadataIndex, and 1 of 1"):
+        load(tmp_path, {"y": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("name", ["../outside", "{}/outside", "a/../../outside"])

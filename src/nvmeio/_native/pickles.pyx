@@ -2,9 +2,10 @@
 
 Tuples are hashed anew each time, so a few bytes that nest tuples in tuples twice each, as
 the key of a dict, take years; and ints can be chosen that all have the same hash, so that
-each is compared with all before it.  This follows what each opcode does to the stack and to
-the memo, as in pickletools.py, and adds up how many parts are visited when keys are hashed,
-and by functions that hash what their arguments contain, as set() does.
+each is compared with all before it, and so can tuples of ints.  This follows what each
+opcode does to the stack and to the memo, as in pickletools.py, and adds up how many parts
+are visited when keys are hashed or compared, and by functions that hash what their
+arguments contain, as set() does.
 """
 
 from libc.stdint cimport uint8_t, uint64_t
@@ -15,6 +16,8 @@ cdef enum:
     # Parts that may be visited for each byte, and besides; torch's own files need 10.
     PER_BYTE = 1000
     BESIDES = 1000000
+    # To compare two keys takes as long as to visit so many parts.
+    PER_COMPARISON = 8
     # Of ints up to these sizes, only a few have the same hash.
     INT_BYTES = 9
     INT_DIGITS = 21
@@ -131,27 +134,31 @@ cdef class _Walk:
     cdef const uint8_t *text
     cdef bint by_fields
     cdef size_t at, size, remembered
-    # Of each object: its parts, and whether it is itself a part.
-    cdef Numbers hashed, all, contained
+    # Of each object: its parts, whether it is itself a part, and whether it is a tuple or
+    # what a function returned, so that its hash can be chosen.
+    cdef Numbers hashed, all, contained, chosen
     cdef Numbers stack, marks, memo
     # What was added to objects that were already parts: nothing above them counts it.
     cdef uint64_t late_objects, late_parts
     cdef uint64_t large  # the number of large ints
+    cdef uint64_t alike  # the number of keys whose hash can be chosen
     cdef uint64_t total
 
     def __dealloc__(self):
         free(self.hashed.items)
         free(self.all.items)
         free(self.contained.items)
+        free(self.chosen.items)
         free(self.stack.items)
         free(self.marks.items)
         free(self.memo.items)
 
-    cdef int push(self, uint64_t hashed, uint64_t all) except -1:
+    cdef int push(self, uint64_t hashed, uint64_t all, bint chosen=False) except -1:
         put(&self.stack, self.all.count)
         put(&self.hashed, capped(hashed))
         put(&self.all, capped(all))
         put(&self.contained, False)
+        put(&self.chosen, chosen)
         return 0
 
     cdef int push_atom(self) except -1:
@@ -193,7 +200,7 @@ cdef class _Walk:
         """Replace the top objects by a tuple of them."""
         cdef Parts parts
         self.pop(count, &parts)
-        return self.push(1 + parts.hashed, 1 + parts.all)
+        return self.push(1 + parts.hashed, 1 + parts.all, True)
 
     cdef int push_list(self, size_t count) except -1:
         cdef Parts parts
@@ -202,6 +209,19 @@ cdef class _Walk:
 
     cdef int visit(self, uint64_t parts) noexcept:
         self.total = capped(self.total + parts)
+        return 0
+
+    cdef int pop_keys(self, size_t count, size_t step, Parts *found) except -1:
+        """Remove the top objects, of which each first one of a step is hashed as a key."""
+        cdef size_t index
+        self.pop(count, found, step)
+        self.visit(found.hashed)
+        if self.by_fields:
+            # What was removed is still there, above the top.
+            for index in range(self.stack.count, self.stack.count + count, step):
+                if self.chosen.items[self.stack.items[index]]:
+                    self.visit(PER_COMPARISON * self.alike)
+                    self.alike += 1
         return 0
 
     cdef size_t above_mark(self) except? 0:
@@ -217,9 +237,10 @@ cdef class _Walk:
         """Move the top objects into the one below; hash each n-th, or with 0 none."""
         cdef Parts parts
         cdef uint64_t top
-        self.pop(count, &parts, hash_each or 1)
         if hash_each:
-            self.visit(parts.hashed)
+            self.pop_keys(count, hash_each, &parts)
+        else:
+            self.pop(count, &parts)
         if self.stack.count == 0:
             raise EOFError
         top = self.stack.items[self.stack.count - 1]
@@ -244,7 +265,7 @@ cdef class _Walk:
             self.all.items[top] = capped(self.all.items[top] + parts.all)
         return 0
 
-    cdef int call(self, size_t count) except -1:
+    cdef int call(self, size_t count, bint chosen=True) except -1:
         """Replace a function and its arguments by the result, which may hash them."""
         cdef Parts parts
         cdef uint64_t visited
@@ -255,7 +276,7 @@ cdef class _Walk:
                 1 + self.late_parts
             ) else MOST
         self.visit(visited + self.late_objects)
-        return self.push(1 + parts.all, 1 + parts.all)
+        return self.push(1 + parts.all, 1 + parts.all, chosen)
 
     cdef int remember(self, uint64_t index) except -1:
         if index > self.size:
@@ -395,13 +416,11 @@ cdef class _Walk:
         elif code == LIST:
             self.push_list(self.above_mark())
         elif code == DICT:
-            self.pop(self.above_mark(), &members, 2)
-            self.visit(members.hashed)
+            self.pop_keys(self.above_mark(), 2, &members)
             self.push(1, 1 + members.all)
         elif code == FROZENSET:
-            self.pop(self.above_mark(), &members)
-            self.visit(members.hashed)
-            self.push(1 + members.hashed, 1 + members.all)
+            self.pop_keys(self.above_mark(), 1, &members)
+            self.push(1 + members.hashed, 1 + members.all, True)
         elif code == APPEND:
             self.add_to_top(1, 0)
         elif code == APPENDS:
@@ -415,9 +434,9 @@ cdef class _Walk:
         elif code == BUILD:
             self.build()
         elif code in (REDUCE, NEWOBJ):
-            self.call(2)
+            self.call(2, code == REDUCE)
         elif code == NEWOBJ_EX:
-            self.call(3)
+            self.call(3, False)
         elif code == OBJ:
             self.call(self.above_mark())
         elif code == INST:
@@ -454,7 +473,8 @@ def require_linear(bytes text not None, *, bint by_fields) -> None:
     """Raise ValueError for a pickle that takes far more time than its size to load.
 
     With `by_fields`, objects are hashed by the state that they are given, as frozen
-    dataclasses are; otherwise by their identity.  Nothing is raised for an invalid pickle,
+    dataclasses are, but not so that it can be chosen, and many tuples are refused as keys;
+    otherwise by their identity.  Nothing is raised for an invalid pickle,
     which the unpickler refuses.
     """
     cdef _Walk walk = _Walk()
@@ -467,6 +487,6 @@ def require_linear(bytes text not None, *, bint by_fields) -> None:
     if walk.total > <uint64_t>PER_BYTE * walk.size + BESIDES:
         raise ValueError(
             f"it has {walk.size} bytes, and its keys and arguments have more than "
-            f"{PER_BYTE} parts for each: it nests tuples in tuples, or has many ints that "
-            "may have the same hash"
+            f"{PER_BYTE} parts for each: it nests tuples in tuples, or has many ints or "
+            "tuples that may have the same hash"
         )

@@ -8,19 +8,23 @@ import logging
 import os
 import pathlib
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import IO, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import METADATA, what_is_in, why_no_pickle
 from nvmeio._native.pickles import require_linear
 
 __all__ = ["read_metadata", "read_with_digest", "shards_of"]
+
+# How many keys of storage_data may have the same hash.
+ALIKE_MAX = 100
+_WAY_OUT = "pass weights_only=False to allow it, which runs any code in the file"
 
 _log = logging.getLogger("nvmeio")
 
@@ -65,6 +69,26 @@ class _Member:
         return hash(self._member)
 
 
+class _Index(metaclass=_Sealed):
+    """Stands for a MetadataIndex, because a file could choose the hashes of many.
+
+    Those of tuples of ints can be chosen, and those of texts cannot.
+    """
+
+    fqn: Any = None
+    offset: Any = None
+    index: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        return repr((self.fqn, self.offset))
+
+
 @functools.cache
 def _sealed(kind: Any) -> type:
     """Return a stand-in whose instances are objects of another class."""
@@ -78,6 +102,40 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     _BUILTINS = frozenset({"set", "frozenset", "slice", "complex", "bytearray"})
     _TORCH = frozenset({"Size", "device"})
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._made = 0
+        # A class of its own, because NEWOBJ takes nothing else.
+        self._index = _Sealed("MetadataIndex", (_Index,), {"__new__": self._new_index})
+
+    def _new_index(self, kind: type) -> object:
+        self._made += 1
+        return object.__new__(kind)
+
+    def load(self) -> Any:
+        """Return the object in the file, with each MetadataIndex."""
+        found = super().load()
+        if not self._made:
+            return found
+        if not (isinstance(found, Metadata) and isinstance(found.storage_data, dict)):
+            raise pickle.UnpicklingError("not the metadata of a checkpoint")
+        stored = [
+            (MetadataIndex(key.fqn, key.offset, key.index), value)
+            for key, value in found.storage_data.items()
+            if isinstance(key, _Index)
+        ]
+        if self._made != len(stored) or len(stored) != len(found.storage_data):
+            raise pickle.UnpicklingError(
+                f"it has {self._made} objects of MetadataIndex, and {len(stored)} of "
+                f"{len(found.storage_data)} keys of storage_data are such; {_WAY_OUT}"
+            )
+        if (most := max(Counter(hash(key) for key, _ in stored).values())) > ALIKE_MAX:
+            raise pickle.UnpicklingError(
+                f"storage_data has {most} keys with the same hash; {ALIKE_MAX} is the limit"
+            )
+        found.storage_data = dict(stored)
+        return found
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class or function; raise UnpicklingError for others."""
@@ -95,6 +153,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             if isinstance(found, type) and found.__module__ == module:
                 if issubclass(found, enum.Enum):
                     return lambda value: _Member(found, value)
+                if found is MetadataIndex:
+                    return self._index
                 return _sealed(found)  # type: ignore[arg-type]  # of a class
         elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
             return _sealed(filesystem._StorageInfo)
@@ -107,7 +167,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"it needs {module}.{name}, which is not part of a checkpoint's description; "
-            "pass weights_only=False to allow it, which runs any code in the file"
+            f"{_WAY_OUT}"
         )
 
 
@@ -135,8 +195,9 @@ def read_with_digest(path: str, *, weights_only: bool) -> tuple[Any, str]:
     try:
         if weights_only:
             require_linear(text, by_fields=True)
-        kind = _MetadataUnpickler if weights_only else pickle.Unpickler
-        found = kind(io.BytesIO(text)).load()
+            found = _MetadataUnpickler(text).load()
+        else:
+            found = pickle.loads(text)
     except (pickle.UnpicklingError, ValueError, EOFError) as error:
         raise pickle.UnpicklingError(f"{path}: {why_no_pickle(text, error)}") from None
     if not isinstance(found, Metadata):
