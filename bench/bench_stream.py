@@ -29,7 +29,7 @@ def main() -> None:
         )
         child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
-        found = list(weight_comparisons(Path(folder), options.size, child, peers))
+        found = list(weight_comparisons(Path(folder), options.size, child, peers, stack))
         compare(found, options.rounds)
     finish("stream", about, found, peers.left_out, options.json)
 

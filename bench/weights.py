@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ WIDTH = 2048
 LAYER_BYTES = 4 * WIDTH * WIDTH
 # Of a model that does not fit, one part in this many stays in memory.
 MEMORY_SHARE = 8
-# Rows of a batch that computes for much less, about as, and much longer than reading takes.
-BATCHES = {"little": 1, "much": 512}
+# Rows of a batch that computes for much less, about as, and much longer than reading takes,
+# and what share of the larger of both is the goal.
+BATCHES = {"little": (1, 0.9), "some": (64, 0.8), "much": (512, 0.9)}
 COLUMNS = 2048
 LOOKUPS = 4096
 
@@ -58,7 +61,11 @@ def cold(path: Path, turn: Callable[[], Sample]) -> Callable[[], Sample]:
 
 
 def dense(
-    folder: Path, size: int, child: LoopChild | None, peers: Peers
+    folder: Path,
+    size: int,
+    child: LoopChild | None,
+    peers: Peers,
+    stack: contextlib.ExitStack,
 ) -> Iterator[Comparison]:
     """Compare forward passes of a model that does not fit, and of one that does."""
     layers = max(size // LAYER_BYTES, MEMORY_SHARE)
@@ -69,7 +76,7 @@ def dense(
     memory = max(total // MEMORY_SHARE, 2 * LAYER_BYTES)
     # What cannot stay in memory, in whole blocks.
     moved = (total - memory) // BLOCK * BLOCK
-    for name, rows in BATCHES.items():
+    for name, (rows, goal) in BATCHES.items():
         batch = torch.randn(rows, WIDTH)
         streamed = nvmeio.torch.disk_offload(network(layers, "meta"), path, memory=memory)
         ours = cold(path, functools.partial(passed, streamed, batch, moved))
@@ -84,7 +91,7 @@ def dense(
         work = f"a forward pass, {name} computing"
         if child is not None:
             names = ("disk_offload", "the larger of computing alone and the loop")
-            yield Comparison(work, names, (ours, limit), False, (Goal("speed", 0.9),))
+            yield Comparison(work, names, (ours, limit), False, (Goal("speed", goal),))
         fits = nvmeio.torch.disk_offload(network(layers, "meta"), path, memory=2 * total)
         passed(fits, batch, total)
         yield Comparison(
@@ -103,10 +110,8 @@ def dense(
         peers.leave_out("accelerate", str(error))
         return
     (folder / "accelerate").mkdir()
-    theirs = disk_offload(network(layers), folder / "accelerate")
     batch = torch.randn(1, WIDTH)
-    streamed = nvmeio.torch.disk_offload(network(layers, "meta"), path, memory=memory)
-    files = [path, *(folder / "accelerate").iterdir()]
+    files = [path]
 
     def turn(model: Any, warm: bool) -> Sample:
         for each in files:
@@ -116,17 +121,75 @@ def dense(
                 forget_cached(each)
         return passed(model, batch, total)
 
-    for name, warm, goal in (("cold", False, 3.0), ("warm", True, 0.9)):
-        yield Comparison(
+    def grouped(model: Any, group: Path) -> Sample:
+        for each in files:
+            forget_cached(each)
+        with member(group):
+            return passed(model, batch, total)
+
+    def compared(
+        name: str, goal: float, work: Callable[..., Sample], *options: Any
+    ) -> Comparison:
+        streamed = nvmeio.torch.disk_offload(network(layers, "meta"), path, memory=memory)
+        return Comparison(
             f"a forward pass, {name}",
             ("disk_offload", "accelerate's disk_offload"),
-            (
-                functools.partial(turn, streamed, warm),
-                functools.partial(turn, theirs, warm),
-            ),
+            tuple(functools.partial(work, each, *options) for each in (streamed, theirs)),
             False,
             (Goal("speed", goal),),
         )
+
+    theirs = disk_offload(network(layers), folder / "accelerate")
+    files += (folder / "accelerate").iterdir()
+    yield compared("cold", 3.0, turn, False)
+    yield compared("warm", 0.9, turn, True)
+    group = stack.enter_context(limited(total // 2, peers))
+    if group is not None:
+        yield compared("cold, no room for the page cache", 3.0, grouped, group)
+
+
+def group_here() -> Path:
+    """Return the folder of this process's control group that limits memory."""
+    found = {}
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        found.update(dict.fromkeys(controllers.split(","), path))
+    if "memory" in found:
+        return Path(f"/sys/fs/cgroup/memory{found['memory']}")
+    return Path(f"/sys/fs/cgroup{found['']}")
+
+
+@contextlib.contextmanager
+def limited(nbytes: int, peers: Peers) -> Iterator[Path | None]:
+    """Make a control group with so much memory and page cache; None if that fails."""
+    group = group_here() / f"nvmeio-bench-{os.getpid()}"
+    old = (group.parent / "memory.limit_in_bytes").exists()
+    try:
+        group.mkdir()
+    except OSError as error:
+        peers.leave_out("control groups", str(error))
+        yield None
+        return
+    try:
+        name = "memory.limit_in_bytes" if old else "memory.max"
+        (group / name).write_text(str(nbytes), encoding="ascii")
+        yield group
+    finally:
+        group.rmdir()
+
+
+@contextlib.contextmanager
+def member(group: Path) -> Iterator[None]:
+    """Put this process into a control group below its own, and back.
+
+    What it allocates and reads meanwhile counts there, with the pages in the page cache.
+    """
+    number = str(os.getpid())
+    (group / "cgroup.procs").write_text(number, encoding="ascii")
+    try:
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(number, encoding="ascii")
 
 
 def rows(folder: Path, size: int) -> Iterator[Comparison]:
@@ -166,8 +229,12 @@ def rows(folder: Path, size: int) -> Iterator[Comparison]:
 
 
 def weight_comparisons(
-    folder: Path, size: int, child: LoopChild | None, peers: Peers
+    folder: Path,
+    size: int,
+    child: LoopChild | None,
+    peers: Peers,
+    stack: contextlib.ExitStack,
 ) -> Iterator[Comparison]:
-    """Compare models of about `size` bytes."""
-    yield from dense(folder, size, child, peers)
+    """Compare models of about `size` bytes; the stack ends what they need."""
+    yield from dense(folder, size, child, peers, stack)
     yield from rows(folder, size)
