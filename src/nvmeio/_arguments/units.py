@@ -1,7 +1,6 @@
 """Sizes for people: formatting and parsing."""
 
 import re
-from fractions import Fraction
 from typing import Any
 
 from nvmeio._arguments.checks import integer, shown
@@ -25,19 +24,22 @@ def needed_and_free(needed: int, free: int) -> str:
     return f"{in_binary(needed)} ({needed} bytes) are needed, and {free} are free"
 
 
-def parse_size(text: str, *, decimal: bool = False) -> Fraction | None:
+def parse_size(text: str, *, decimal: bool = False) -> tuple[int, bool] | None:
     """Parse text such as "64MiB" or "1.5G"; return None if it is no number of bytes.
 
-    The units are powers of 1024; with `decimal`, KB, MB, GB and TB are powers of 1000.
+    Return the bytes, rounded down, and whether they were whole.  The units are powers of
+    1024; with `decimal`, KB, MB, GB and TB are powers of 1000.
     """
     found = re.fullmatch(
-        r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE
+        r"(\d{1,18})(?:\.(\d{1,9}))? ?([KMGT]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE
     )
-    if not found or ("." in found[1] and not found[2]):
+    if not found or (found[2] and not found[3]):
         return None
-    base = 1000 if decimal and (found[3] or "").upper() == "B" else 1024
-    unit: int = base ** " KMGT".index(found[2].upper() or " ")
-    return Fraction(found[1]) * unit
+    base = 1000 if decimal and (found[4] or "").upper() == "B" else 1024
+    unit: int = base ** " KMGT".index(found[3].upper() or " ")
+    places = found[2] or ""
+    nbytes, rest = divmod(int(found[1] + places) * unit, 10 ** len(places))
+    return nbytes, not rest
 
 
 def size_of(name: str, value: Any, least: int, *, decimal: bool = False) -> int:
@@ -50,7 +52,7 @@ def size_of(name: str, value: Any, least: int, *, decimal: bool = False) -> int:
         if found is None:
             words = 'it must be a number of bytes, or text such as "64MiB" or "1.5GiB"'
             raise ValueError(f"{name} is {value!r:.50}; {words}")
-        nbytes = int(found)
+        nbytes, _ = found
     else:
         try:
             nbytes = integer(name, value)

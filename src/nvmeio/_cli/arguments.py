@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,13 +65,13 @@ def hyphenated(words: Iterable[str]) -> list[str]:
 
 def size(text: str) -> int:
     """Parse a number of bytes, with K, M, G or T for powers of 1024: 1.5G, 64KiB."""
-    nbytes = parse_size(text) or Fraction(0)
-    if not 1 <= nbytes < 1 << 63 or nbytes.denominator > 1:
+    nbytes, whole = parse_size(text) or (0, False)
+    if not (whole and 1 <= nbytes < 1 << 63):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size; it must be a whole number of bytes, such as 4096, "
             "64K, 1.5M or 4G"
         )
-    return int(nbytes)
+    return nbytes
 
 
 def seconds(text: str) -> float:
