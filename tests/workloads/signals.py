@@ -32,7 +32,9 @@ from workloads.common import (
     write_checked,
 )
 
-WITHOUT_GIL = not getattr(sys, "_is_gil_enabled", lambda: True)()
+# There an error that is raised in a generator of contextlib in place of another one forms a
+# cycle with the frames of its callers, whose objects the collector frees.
+ERRORS_FORM_CYCLES = (3, 12) <= sys.version_info < (3, 14)
 
 
 class Storm:
@@ -545,21 +547,25 @@ class Remains:
             handle.drain(30)
             if handle.pending:
                 left["requests"] = handle.pending
-        found = names_below(ground.folder)
-        if new := found - self.names:
-            left["files"], self.names = sorted(new), self.names | new
-        for name in [each for each in found if not each.endswith("/")]:
-            path = ground.path(name)
-            if (locked := is_locked(path)) and WITHOUT_GIL:
-                # There Python may keep the frames of an exception until then.
-                gc.collect()
-                locked = is_locked(path)
-            if locked:
-                left["lock"] = name
+        new, locked = self.files_left()
+        if ERRORS_FORM_CYCLES and (new or locked):
+            gc.collect()
+            new, locked = self.files_left()
+        self.names |= new
+        left |= {"files": sorted(new)} if new else {}
+        left |= {"locks": locked} if locked else {}
         after = open_now() - self.before and settled(self.before)
         if after:
             left["open"], self.before = after, self.before | after
         return left
+
+    def files_left(self):
+        """Return the new names, and the files that are locked."""
+        found = names_below(self.ground.folder)
+        files = [each for each in found if not each.endswith("/")]
+        return found - self.names, [
+            each for each in files if is_locked(self.ground.path(each))
+        ]
 
 
 def is_locked(path):
