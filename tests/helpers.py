@@ -255,7 +255,7 @@ def plugged(handle, folder):
 
     The handle must have blocks of one page and a queue depth of one: `SLOW`.  The yielded
     requests are cancelled at the end.  Each has a turn of 256 blocks before a later one is
-    next, so that this takes seconds.
+    next, so that this takes about a second or more.
     """
     path = folder / "plug"
     with open(path, "wb") as file:

@@ -167,9 +167,13 @@ def test_many_threads_wait_for_one_request(slow_handle, path):
         return request.wait(), target[:, 1].tobytes()
 
     with ThreadPoolExecutor(8) as threads:
+        waiters = [threads.submit(wait, number) for number in range(8)]
+        # The plug lasts for less than a second, in which a busy machine may not even start
+        # them.
+        while started.n_waiting < 8:
+            os.sched_yield()
         with plugged(slow_handle, path.parent):
             request = slow_handle.submit_read(target[:, 1], path)
-            waiters = [threads.submit(wait, number) for number in range(8)]
             started.wait()
             assert not request.done()
         assert [waiter.result() for waiter in waiters] == [(8, b"12345678")] * 8
