@@ -273,6 +273,7 @@ CONTEXTS = {
     ),
     "save_on_cpu": lambda folder: torch.autograd.graph.save_on_cpu,
     "autocast": lambda folder: lambda: torch.autocast("cpu", torch.bfloat16),
+    "bfloat16": lambda folder: torch.enable_grad,
 }
 
 
@@ -282,16 +283,17 @@ def test_adapters_are_trained_as_with_weights_in_memory(
     tmp_path, monkeypatch, context, again
 ):
     """Autograd keeps no weights, and other hooks keep what they kept."""
-    if context == "autocast":
+    if context in ("autocast", "bfloat16"):
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    dtype = torch.bfloat16 if context == "bfloat16" else torch.float32
     torch.manual_seed(0)
-    model = Adapters()
+    model = Adapters().to(dtype)
     model.again = again
     base = {name: each for name, each in model.state_dict().items() if ".base." in name}
     st.save_file(base, tmp_path / "base.safetensors")
     for layer in model.layers:
         layer.base.requires_grad_(False)
-    other, x = copy.deepcopy(model), torch.randn(8, WIDTH)
+    other, x = copy.deepcopy(model), torch.randn(8, WIDTH, dtype=dtype)
     enter = CONTEXTS[context](tmp_path)
     expected = trained(other, x, enter)
     low = least(model, tmp_path / "base.safetensors")
