@@ -690,6 +690,24 @@ def test_adapters_are_trained_by_ddp(tmp_path, mesh):
     assert sorted(vars(nvmeio.torch.remove_disk_offload(offloaded))) == kept
 
 
+def test_what_a_model_keeps_from_ddp_stays_so(tmp_path, mesh):
+    name = "_ddp_params_and_buffers_to_ignore"
+    ddp = nn.parallel.DistributedDataParallel
+    model, path, _ = made("tied", tmp_path)
+    model.adapter = nn.Linear(2, 2)
+    own = ["statistics.running_mean", "adapter.bias"]
+    ddp._set_params_and_buffers_to_ignore_for_model(model, own)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    other = copy.deepcopy(model)
+    ignored = ddp(model).parameters_to_ignore
+    assert ignored == ddp(other).parameters_to_ignore
+    assert ignored.issuperset([*own, "embed.weight", "head.weight"])
+    assert "adapter.weight" not in ignored
+    for each in (model, other):
+        nvmeio.torch.remove_disk_offload(each)
+        assert vars(each)[name] == own
+
+
 def test_fully_shard_brings_weights_to_memory(tmp_path, mesh):
     model, offloaded, x = sided(tmp_path)
     expected = model(x)

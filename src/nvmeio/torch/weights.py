@@ -571,8 +571,9 @@ class _Offload:
                 module.compile = _Method(_refuse_compile, module)
                 module.extra_repr = _Method(_extra_repr, module)
                 module.register_load_state_dict_pre_hook(_refuse_load)
+        ignored = vars(self.model).get(_IGNORED)
         setattr(self.model, _IGNORED, _Names(_names_on_drive, self.model))
-        setattr(self.model, _ATTRIBUTE, _Source(self.store, self.rows))
+        setattr(self.model, _ATTRIBUTE, _Source(self.store, self.rows, ignored))
 
     def _move_rest(self) -> None:
         """Move what stays in memory to the device that computes."""
@@ -606,8 +607,12 @@ class _Unpickled:
 class _Source(_Unpickled):
     """Where a model has its weights from; it keeps no module."""
 
-    def __init__(self, store: Store, rows: Mapping[Weight, Rows]) -> None:
+    def __init__(
+        self, store: Store, rows: Mapping[Weight, Rows], ignored: Sequence[str] | None
+    ) -> None:
         self.store, self.rows = store, rows
+        # What the model itself keeps from DistributedDataParallel.
+        self.ignored = ignored
 
     def stats(self) -> dict[str, int | float]:
         """Return what was read of weights and of rows of tables."""
@@ -674,8 +679,11 @@ def _end(model: nn.Module) -> None:
         vars(module).pop("extra_repr", None)
         _unhook(module)
     compute_as_before(model)
-    vars(model).pop(_IGNORED, None)
-    delattr(model, _ATTRIBUTE)
+    ignored = vars(model).pop(_ATTRIBUTE).ignored
+    if isinstance(vars(model).get(_IGNORED), _Names):
+        delattr(model, _IGNORED)
+        if ignored is not None:
+            setattr(model, _IGNORED, ignored)
 
 
 def _unhook(module: nn.Module) -> None:
@@ -716,6 +724,8 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
 
 def _names_on_drive(self: nn.Module) -> Iterator[str]:
     """Yield what DistributedDataParallel would otherwise send, also as peft names it."""
+    own = vars(self)[_ATTRIBUTE].ignored
+    yield from getattr(type(self), _IGNORED, ()) if own is None else own
     for name, *_, value in _named(self, "_parameters"):
         if type(value) is DiskParameter:
             yield name
