@@ -457,6 +457,24 @@ def test_changes_are_refused_before_anything_is_changed(tmp_path, write):
     assert_equal(results(model, x), expected)
 
 
+COLLECTIVES = {
+    "all_reduce": torch.distributed.all_reduce,
+    "broadcast": lambda weight: torch.distributed.broadcast(weight.data, 0),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_collective_operations_are_refused(tmp_path, mesh, collective):
+    """They change the values in place; torch has no word of that in their schemas."""
+    model, path, x = made("tied", tmp_path)
+    expected = results(model, x)
+    nvmeio.torch.disk_offload(model, path, memory="1MiB")
+    words = r"embed\.weight is on a drive, and cannot be changed by c10d"
+    with pytest.raises(RuntimeError, match=words):
+        collective(model.head.weight)
+    assert_equal(results(model, x), expected)
+
+
 def test_what_bypasses_the_parameter_gets_no_address(tmp_path):
     model, path, _ = made("tied", tmp_path)
     nvmeio.torch.disk_offload(model, path, memory="1MiB")
@@ -541,13 +559,20 @@ def test_stats_count_every_use(tmp_path):
     assert nvmeio.torch.disk_stats(model) == {**first, "hits": first["hits"] + uses}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compilers_are_refused(tmp_path):
     model, path, x = made("linear", tmp_path)
     nvmeio.torch.disk_offload(model, path, memory="1MiB")
     for module in (model, model[0]):
         with pytest.raises(RuntimeError, match=r"0\.weight is on a drive, .* compiled"):
             module.compile()
-    for compiled in (torch.compile(model), lambda x: torch.export.export(model, (x,))):
+    for compiled in (
+        torch.compile(model),
+        lambda x: torch.export.export(model, (x,)),
+        # Its file would have no values.
+        lambda x: torch.jit.trace(model, x),
+        lambda x: torch.jit.script(model),
+    ):
         with pytest.raises(RuntimeError, match=r"the weight 0\.weight is on a drive"):
             compiled(x)
     call(model, x)

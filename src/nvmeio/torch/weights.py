@@ -649,6 +649,12 @@ class _Method(_Unpickled):
             )
         return self.function(module, *arguments, **options)
 
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """Refuse torch.jit, which asks all methods of a module for this."""
+        _refuse_compile(self.module() or nn.Module())
+        raise AttributeError("_torchscript_modifier")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
         return type(self)(self.function, memo.get(id(self.module()), self.module()))
 

@@ -339,11 +339,14 @@ class _Traits:
 
     def __init__(self, function: Any) -> None:
         arguments, returns = function._schema.arguments, function._schema.returns
+        # Collective operations do not say what they change; only send() has no "_".
+        name = function._schema.name
+        is_collective = name.startswith("c10d::") and name.endswith("_")
         # Those that it changes: their positions and names.
         self.written = [
             (position, argument.name)
             for position, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if is_collective or (argument.alias_info and argument.alias_info.is_write)
         ]
         # Whether its result can be made later: a view, or the same in another dtype.
         self.is_later = function is aten._to_copy.default or (
