@@ -343,6 +343,23 @@ def test_adapters_are_trained_by_ddp(folder):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_merging_an_adapter_is_refused_before_a_layer_changes(folder, merge, safe):
+    """Also into the stacked weights of experts."""
+    inputs = inputs_of(saved(folder, "Qwen3-MoE"))
+    layers = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    config = LoraConfig(r=4, init_lora_weights=False, **layers)
+    model = nvmeio.torch.load_disk_offload(folder, memory=LARGE)
+    tuned = get_peft_model(model, config)
+    with torch.no_grad():
+        expected = tuned(**inputs).logits
+        with pytest.raises(RuntimeError, match="is on a drive, and cannot be changed"):
+            getattr(tuned, merge)(safe_merge=safe)
+        assert torch.equal(tuned(**inputs).logits, expected)
+    assert not any(getattr(each, "merged", False) for each in tuned.modules())
+
+
 def train_in_bfloat16(folder):
     """Train all families in memory and on the drive; in a process of its own."""
     for family in FAMILIES:
