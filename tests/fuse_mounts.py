@@ -141,10 +141,11 @@ def faulty_slots(faulty, monkeypatch):
     system loses files without a name.
     """
     # They import torch, and extensions that may not be built yet.
-    from nvmeio import File
+    from nvmeio import File, default_handle
     from workloads.common import Faults
 
     monkeypatch.setenv("NVMEIO_ENGINE", "threads")
+    default_handle().close()
     monkeypatch.setattr(
         "nvmeio.torch._offload.slots._unnamed", lambda folder: File(f"{folder}/slots", "w")
     )

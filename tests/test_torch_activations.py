@@ -19,6 +19,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import nvmeio  # noqa: E402
 from nvmeio.torch import _offload, save_on_disk  # noqa: E402
 from ranks import together  # noqa: E402
 from workloads.activations import (  # noqa: E402
@@ -49,6 +50,7 @@ def one_thread():
 def saving(tmp_path):
     """Make contexts that put nearly everything on disk; check that nothing is left."""
     gc.collect()
+    nvmeio.default_handle().close()
     before = thread_count(), len(os.listdir("/proc/self/fd"))
 
     def saving(**options):
@@ -56,6 +58,7 @@ def saving(tmp_path):
 
     yield saving
     gc.collect()
+    nvmeio.default_handle().close()
     assert list(_offload.slots._live) == []
     assert os.listdir(tmp_path) == []
     # What an earlier test has left may have gone meanwhile.
@@ -78,8 +81,7 @@ MODELS = {"mlp": mlp, "transformer": transformer}
 
 @pytest.mark.parametrize("memory", ["0", "300KiB", "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_equal_those_without_the_context(engine, saving, monkeypatch, name, memory):
-    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+def test_steps_equal_those_without_the_context(saving, default_engine, name, memory):
     expected = MODELS[name](contextlib.nullcontext, steps=6)
     assert same_bits(MODELS[name](lambda: saving(memory=memory), steps=6), expected)
 

@@ -6,15 +6,18 @@ import itertools
 import os
 import random
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from children import WATCHDOG_S
-from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported after the check, because the module needs torch.
+# Imported after the check, because the modules need torch.
+import nvmeio.safetensors.torch as st  # noqa: E402
+import nvmeio.torch  # noqa: E402
 from nvmeio.torch import _offload  # noqa: E402
 from nvmeio.torch._offload.slots import SlotFile, memory_of  # noqa: E402
 
@@ -74,8 +77,7 @@ def test_slots_larger_than_the_limit_are_not_kept_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("memory", [0, 5 * SIZE, 1 << 30])
-def test_any_order_gives_the_right_bytes_within_memory(engine, folder, memory, monkeypatch):
-    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+def test_any_order_gives_the_right_bytes_within_memory(default_engine, folder, memory):
     draw = random.Random(memory)
     file = SlotFile(str(folder), memory)
     slots = {}
@@ -96,7 +98,6 @@ def test_any_order_gives_the_right_bytes_within_memory(engine, folder, memory, m
         assert all(low[1] <= high[0] for low, high in itertools.pairwise(taken))
     for number, slot in slots.items():
         assert torch.equal(file.read(slot), tensor_of(number, slot.nbytes))
-    assert file._handle.stats()["engine"] == engine
 
 
 def test_space_in_the_file_is_reused(tmp_path):
@@ -165,18 +166,19 @@ def test_memory_keeps_its_offset_from_an_aligned_address():
         assert memory.nbytes == 1000
 
 
-def test_the_file_and_its_threads_end_with_the_last_slot(tmp_path):
+def test_the_file_ends_with_the_last_slot(tmp_path):
     gc.collect()
-    before = thread_count(), sorted(os.listdir("/proc/self/fd"))
+    nvmeio.default_handle().close()
+    before = sorted(os.listdir("/proc/self/fd"))
     file = SlotFile(str(tmp_path), 3 * SIZE)
     slots = [written(file, number) for number in range(8)]
     file.read(slots[4])
     assert os.listdir(tmp_path) == []
     del file, slots
     gc.collect()
+    nvmeio.default_handle().close()
     # What an earlier test has left may have gone meanwhile.
-    assert thread_count() <= before[0]
-    assert {*os.listdir("/proc/self/fd")} <= {*before[1]}
+    assert {*os.listdir("/proc/self/fd")} <= {*before}
 
 
 def test_a_file_open_in_a_child_takes_no_space_afterwards(tmp_path):
@@ -304,9 +306,51 @@ def test_a_slot_being_written_is_read_from_memory(faulty_slots):
     faults.set()
 
 
-def test_dropped_slots_are_not_written(faulty_slots, monkeypatch):
+def shallow(monkeypatch):
+    """Make a default handle that transfers one block at a time."""
+    nvmeio.default_handle().close()
     monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "1")
+    return nvmeio.default_handle()
+
+
+def test_reads_of_weights_come_before_writes(tmp_path, faulty_slots, monkeypatch):
+    """Those that are needed, and those that are read ahead; writes came first."""
     folder, faults = faulty_slots
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    st.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    nvmeio.torch.disk_offload(model, tmp_path / "model.safetensors", memory="8MiB")
+    plug = np.zeros(4096, np.uint8)
+    nvmeio.write_file(plug, f"{folder}/plug")
+    handle = shallow(monkeypatch)
+    faults.set(read={"held": True})
+    plugged = handle.submit_read(plug, f"{folder}/plug")
+    faults.await_waiting()
+    file = SlotFile(str(tmp_path), 1 << 30)
+    slots = [written(file, number, 1 << 20) for number in range(4)]
+    reads, done = model[0].weight.store._reads, []
+    for slot in slots:
+        slot.request.add_done_callback(lambda _: done.append(not any(map(pending, reads))))
+    thread = threading.Thread(target=model, args=(torch.ones(1, 256),))
+    thread.start()
+    deadline = time.monotonic() + WATCHDOG_S
+    while len(reads) < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert all(map(pending, reads))
+    faults.set()
+    thread.join()
+    plugged.wait()
+    file.drain()
+    assert done == [True] * 4
+
+
+def pending(reading):
+    return reading.request is not None and not reading.request.done()
+
+
+def test_dropped_slots_are_not_written(faulty_slots, monkeypatch):
+    folder, faults = faulty_slots
+    handle = shallow(monkeypatch)
     file = SlotFile(folder, 1 << 30)
     faults.set(write={"held": True})
     first = written(file, 1, 1 << 20)
@@ -315,7 +359,7 @@ def test_dropped_slots_are_not_written(faulty_slots, monkeypatch):
         file.drop(written(file, number, 1 << 20))
     faults.set()
     file.drain()
-    assert file._handle.stats()["blocks"] == 1
+    assert handle.stats()["blocks"] == 1
     assert torch.equal(file.read(first), tensor_of(1, 1 << 20))
     assert file.held == 1 << 20
 

@@ -73,6 +73,10 @@ NVMEIO_API int nvmeio_file_fd(struct nvmeio_file *file);
  * is not needed, if the caller remembers the file. */
 NVMEIO_API int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path);
 
+/* Let later writes to a file come last in a handle: while there is anything else to do,
+ * they get one byte in nine, until a thread waits for them. */
+NVMEIO_API void nvmeio_file_write_last(struct nvmeio_file *file);
+
 /* Return the size in bytes now, also of a block device, or -errno. */
 NVMEIO_API int64_t nvmeio_file_size(const struct nvmeio_file *file);
 

@@ -792,6 +792,11 @@ int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
     return status.st_dev == file->info.device && status.st_ino == file->info.inode;
 }
 
+void nvmeio_file_write_last(struct nvmeio_file *file)
+{
+    atomic_store_explicit(&file->writes_last, true, memory_order_relaxed);
+}
+
 int64_t nvmeio_file_size(const struct nvmeio_file *file)
 {
     struct stat status;

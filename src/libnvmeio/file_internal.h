@@ -44,6 +44,9 @@ struct nvmeio_file {
     /* The larger of the size at opening and of the ends of writes. Relaxed, too. */
     _Atomic int64_t bytes_max;
 
+    /* See nvmeio_file_write_last(). Relaxed, too. */
+    atomic_bool writes_last;
+
     /* How many small ranges in a row the page cache did not have. Relaxed, too. */
     _Atomic unsigned cold_ranges;
     /* nvmeio_file_has_bytes() says no until then. Relaxed, too. */

@@ -133,17 +133,27 @@ static void active_remove(struct nvmeio_queue *queue, struct nvmeio_request *req
 
 static void append(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
+    struct nvmeio_turns *turns = &queue->turns[request->comes_last];
+
     request->queue_next = NULL;
-    request->queue_previous = queue->last;
-    if (queue->first)
-        queue->last->queue_next = request;
+    request->queue_previous = turns->last;
+    if (turns->first)
+        turns->last->queue_next = request;
     else
-        queue->first = request;
-    queue->last = request;
+        turns->first = request;
+    turns->last = request;
+}
+
+static bool is_awaited(const struct nvmeio_request *request)
+{
+    return (request->whole ? request->whole : request)->waiters != NULL;
 }
 
 static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
+    request->comes_last = request->op == NVMEIO_OP_WRITE && !is_awaited(request) &&
+                          atomic_load_explicit(&request->file->writes_last,
+                                               memory_order_relaxed);
     append(queue, request);
     request->queued = true;
     request->turn_bytes = 0;
@@ -154,17 +164,18 @@ static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 
 static void unlink_queued(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
+    struct nvmeio_turns *turns = &queue->turns[request->comes_last];
     struct nvmeio_request *next = request->queue_next;
     struct nvmeio_request *previous = request->queue_previous;
 
     if (next)
         next->queue_previous = previous;
     else
-        queue->last = previous;
+        turns->last = previous;
     if (previous)
         previous->queue_next = next;
     else
-        queue->first = next;
+        turns->first = next;
 }
 
 static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -176,9 +187,31 @@ static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 
 static size_t turn_bytes(const struct nvmeio_request *request)
 {
-    const struct nvmeio_request *whole = request->whole ? request->whole : request;
+    return is_awaited(request) ? NVMEIO_WAITED_TURN_BYTES : NVMEIO_TURN_BYTES;
+}
 
-    return whole->waiters ? NVMEIO_WAITED_TURN_BYTES : NVMEIO_TURN_BYTES;
+static size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static void count_cut(struct nvmeio_queue *queue, bool comes_last, size_t bytes)
+{
+    size_t *cut = &queue->cut_before_last;
+
+    if (comes_last)
+        *cut -= smaller(*cut, NVMEIO_LAST_SHARE * bytes);
+    else
+        *cut = smaller(*cut + bytes, NVMEIO_LAST_BYTES);
+}
+
+void nvmeio_queue_hurry(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (!request->queued || !request->comes_last)
+        return;
+    unlink_queued(queue, request);
+    request->comes_last = false;
+    append(queue, request);
 }
 
 void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *request,
@@ -194,7 +227,9 @@ void nvmeio_queue_took(struct nvmeio_queue *queue, struct nvmeio_request *reques
         queue->blocks_left--;
     }
     /* A block of a few bytes takes as long as one of a page. */
-    request->turn_bytes += bytes > NVMEIO_EDGE_BYTES ? bytes : NVMEIO_EDGE_BYTES;
+    bytes = bytes > NVMEIO_EDGE_BYTES ? bytes : NVMEIO_EDGE_BYTES;
+    request->turn_bytes += bytes;
+    count_cut(queue, request->comes_last, bytes);
     if (request->turn_bytes < turn_bytes(request))
         return;
     request->turn_bytes = 0;
@@ -469,10 +504,14 @@ void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *re
 
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue)
 {
+    const struct nvmeio_turns *turns = queue->turns;
+
     /* Requests that are fully cut, or have to wait, leave the queue here. */
-    while (queue->first && !nvmeio_request_has_block(queue->first))
-        dequeue(queue, queue->first);
-    return queue->first;
+    for (int i = 0; i < 2; i++)
+        while (turns[i].first && !nvmeio_request_has_block(turns[i].first))
+            dequeue(queue, turns[i].first);
+    bool last = !turns[0].first || queue->cut_before_last >= NVMEIO_LAST_BYTES;
+    return last && turns[1].first ? turns[1].first : turns[0].first;
 }
 
 void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)

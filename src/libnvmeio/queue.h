@@ -38,13 +38,24 @@ struct nvmeio_consumer {
 #define NVMEIO_TURN_BYTES ((size_t)1 << 20)
 #define NVMEIO_WAITED_TURN_BYTES ((size_t)8 << 20)
 
+/* How many bytes of other requests are cut for each byte of writes that come last (see
+ * nvmeio_file_write_last()), and how many before the first of these. */
+#define NVMEIO_LAST_SHARE 8u
+#define NVMEIO_LAST_BYTES ((size_t)8 << 20)
+
+/* Requests with blocks to cut, in turns. */
+struct nvmeio_turns {
+    struct nvmeio_request *first, *last;
+};
+
 struct nvmeio_queue {
     pthread_mutex_t mutex;
     int cancelling; /* the cancel state (pthread_setcancelstate(3)) of the thread that
                        holds the mutex */
     struct nvmeio_request *active_first, *active_last;
     unsigned active_count;
-    struct nvmeio_request *first, *last; /* requests with blocks to cut, in turns */
+    struct nvmeio_turns turns[2]; /* the second one has the writes that come last */
+    size_t cut_before_last; /* bytes of the others since then, at most LAST_BYTES */
     size_t blocks_left; /* of these requests together, about: see nvmeio_queue_took() */
     struct nvmeio_request *done_first, *done_last; /* done, not yet reported */
     struct nvmeio_request *lines[NVMEIO_LINES];    /* writes of a file; hashed */
@@ -102,6 +113,9 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
 
 /* Return the next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
+
+/* A thread begins to wait for a request: it no longer comes last. */
+void nvmeio_queue_hurry(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
 /* A block of this size was cut from the next request. At the end of its turn it goes
  * behind the others. */

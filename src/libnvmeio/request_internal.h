@@ -167,6 +167,7 @@ struct nvmeio_request {
     struct nvmeio_request *slow_next; /* in a lane of slow.c */
     bool queued; /* it is in the list of requests with blocks to cut; the two are for it
                   */
+    bool comes_last;    /* it is in the second list */
     size_t turn_bytes;  /* cut in this turn */
     size_t blocks_left; /* when it was queued, less those that were cut since */
     bool listed;        /* done, and nvmeio_handle_pop() will report it */

@@ -17,6 +17,7 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
     int64_t deadline_ns = nvmeio_deadline(timeout_ns);
     nvmeio_queue_lock(queue);
     if (!nvmeio_request_done(request)) {
+        nvmeio_queue_hurry(queue, request);
         error = nvmeio_queue_sleep(queue, &request->waiters, &waiter, deadline_ns);
         return error ? error : waiter.reported;
     }

@@ -37,7 +37,7 @@ static inline void tell_request(const struct nvmeio_request *request)
         request->position, request->size, request->in_flight);
     fprintf(stderr, "handle: engine %s, %u requests, queue %s, %u workers, %u alive\n",
             handle->workers.ops->name, handle->queue.active_count,
-            handle->queue.first ? "filled" : "empty", handle->workers.started,
+            handle->queue.turns[0].first ? "filled" : "empty", handle->workers.started,
             handle->workers.alive);
     for (const struct nvmeio_consumer *c = handle->queue.consumers; c; c = c->next)
         tell_worker(c);

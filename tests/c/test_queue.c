@@ -213,6 +213,70 @@ static void test_an_awaited_request_is_done_before_those_submitted_with_it(void)
     stage_close();
 }
 
+static unsigned written, written_before_a_read, read_before_a_write;
+
+static bool note_kinds(struct nvmeio_block *block)
+{
+    if (block->op == NVMEIO_OP_WRITE) {
+        written++;
+        read_before_a_write = calls;
+    } else {
+        calls++;
+        written_before_a_read = written;
+    }
+    return perform(block);
+}
+
+/* Submit a read, then a write that comes last, then more reads. */
+static void test_some_writes_come_last(bool awaited)
+{
+    struct guarded memory = guarded_in_pool(5 * LARGE);
+    struct nvmeio_request *reads[4];
+    const char *path = path_in(test_folder());
+    pthread_t waiting;
+
+    stage_open(2);
+    written = 0;
+    make_file(path, LARGE, 1);
+    struct nvmeio_file *scratch = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *file = large_file(4 * LARGE);
+    nvmeio_file_write_last(scratch);
+    reads[0] = hold_large(file, &memory);
+    char *source = memory.address + 4 * LARGE;
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_WRITE, scratch, source, LARGE, 0);
+    struct nvmeio_request *write = submit(stage.handle, &t);
+    for (int i = 1; i < 4; i++) {
+        t = transfer_of(NVMEIO_OP_READ, file, memory.address + i * LARGE, LARGE,
+                        i * (int64_t)LARGE);
+        reads[i] = submit(stage.handle, &t);
+    }
+    if (awaited) {
+        CHECK(pthread_create(&waiting, NULL, wait_main, write) == 0);
+        while (!is_awaited(write))
+            pause_ms(1);
+    }
+    play(note_kinds);
+    if (awaited)
+        pthread_join(waiting, NULL);
+    for (int i = 0; i < 4; i++)
+        CHECK(finish(reads[i]).result == LARGE);
+    CHECK(finish(write).result == LARGE);
+    CHECK(look(&calls) == 4 * LARGE / BLOCK && look(&written) == LARGE / BLOCK);
+    /* A turn of each of the others, and what is in flight. */
+    if (awaited)
+        CHECK(look(&read_before_a_write) <= 4 * NVMEIO_TURN_BYTES / BLOCK + 2);
+    else
+        CHECK(look(&written_before_a_read) <=
+              4 * LARGE / BLOCK / NVMEIO_LAST_SHARE + 2);
+    /* They come, if slowly. */
+    CHECK(look(&written_before_a_read) > 0);
+    nvmeio_file_release(scratch);
+    nvmeio_file_release(file);
+    nvmeio_pool_free(memory.base);
+    stage_close();
+}
+
 /* Beside another request, no more is in flight than keeps a drive busy. */
 static void test_a_large_request_leaves_room_for_others(void)
 {
@@ -418,6 +482,8 @@ int main(void)
     test_a_large_bounce_serves_one_block_at_a_time();
     test_a_request_queued_just_before_a_worker_waits_is_not_missed();
     test_a_small_request_behind_a_large_one_has_its_turn_soon();
+    test_some_writes_come_last(false);
+    test_some_writes_come_last(true);
     test_an_awaited_request_is_done_before_those_submitted_with_it();
     test_a_large_request_leaves_room_for_others();
     test_single_submit_submits_one_block_per_call();

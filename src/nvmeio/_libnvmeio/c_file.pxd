@@ -31,6 +31,7 @@ cdef extern from "nvmeio/file.h" nogil:
     )
     int file_fd "nvmeio_file_fd"(nvmeio_file *file)
     int file_is_at "nvmeio_file_is_at"(const nvmeio_file *file, const char *path)
+    void file_write_last "nvmeio_file_write_last"(nvmeio_file *file)
     int64_t file_size "nvmeio_file_size"(const nvmeio_file *file)
     int file_truncate "nvmeio_file_truncate"(nvmeio_file *file, int64_t size)
     int64_t cached_pages "nvmeio_cached_pages"(int fd, int64_t offset, size_t size)

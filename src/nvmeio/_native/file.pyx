@@ -640,6 +640,12 @@ def owned(File file not None):
     return file
 
 
+def written_last(File file not None):
+    """Return a file whose writes come last in a handle, until a thread waits for them."""
+    c_file.file_write_last(file.c)
+    return file
+
+
 def open_unnamed(folder):
     """Create a file without a name; unless linked, it is gone with its last descriptor."""
     return open_path(folder, O_RDWR | os.O_TMPFILE, "wb", DIRECT_AUTO)

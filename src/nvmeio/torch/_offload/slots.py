@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
 from nvmeio._memory.heap import give_back
-from nvmeio._native.file import File, open_unnamed, owned
-from nvmeio._native.handle import Handle
+from nvmeio._native.file import File, open_unnamed, owned, written_last
 from nvmeio._native.request import Request
+from nvmeio.default import default_handle
 from nvmeio.torch._offload.plan import pages
 from nvmeio.torch.memory import empty
 
@@ -188,19 +188,19 @@ class _Room:
 
 
 class SlotFile:
-    """All slots of one context, in one file, with one handle.
+    """All slots of one context, in one file.
 
     Thread-safe.  All slots together have at most ``memory`` bytes in memory; a single slot
     that is larger is in memory alone.  Each saved tensor refers to this object, so the file
-    and the handle live as long as the last one.  Destructors never wait for the lock: slots
+    lives as long as the last one.  Destructors never wait for the lock: slots
     that are dropped while it is taken are freed by the thread that has it.
     """
 
     def __init__(self, folder: str, memory: int) -> None:
         self.folder, self.memory = folder, memory
         self.held = self._freed = 0
-        self._file = _unnamed(folder)
-        self._handle = Handle()
+        # What others read of the same drive is needed sooner.
+        self._file = written_last(_unnamed(folder))
         self._room = _Room()
         self._lock = threading.Lock()
         self._dropped: deque[Slot] = deque()
@@ -239,7 +239,7 @@ class SlotFile:
             slot = Slot(self._count, data, tensor, lead, part)
             slot.place = self._room.take(slot.nbytes)
             try:
-                slot.request = self._handle.submit_write(data, self._file, slot.place)
+                slot.request = default_handle().submit_write(data, self._file, slot.place)
             except BaseException:
                 self._room.give(slot.place, slot.nbytes)
                 raise
@@ -306,7 +306,6 @@ class SlotFile:
                 # Ignore errors, because no one needs the bytes any more.
                 for slot in self._in_flight:
                     _outcome(slot)
-                self._handle.close()
                 self._file.truncate(0)
 
     @contextlib.contextmanager
@@ -424,7 +423,7 @@ class SlotFile:
 
     def _submit_read(self, slot: Slot) -> None:
         data = memory_of(slot.nbytes, slot.device, slot.lead)
-        slot.request = self._handle.submit_read(data, self._file, slot.place)
+        slot.request = default_handle().submit_read(data, self._file, slot.place)
         slot.data, slot.reads = data, True
         self.held += slot.nbytes
         self._in_flight[slot] = None

@@ -481,7 +481,6 @@ class Store:
         # What holds this memory, and what held some and is gone.
         self._held: set[_Held] = set()
         self._freed: deque[Any] = deque()
-        self._handle = default_handle()
         # A handle keeps the memory of what nobody waits for.
         self._reads: dict[_Reading, None] = {}
         self._copies: deque[_Copy] = deque()
@@ -656,7 +655,7 @@ class Store:
         if weight.is_converted:
             stored = self._memory(weight.stored_bytes, _CPU)
         items = _items(weight.extents, stored)
-        request = self._handle.submit_read_many(items) if items else None
+        request = default_handle().submit_read_many(items) if items else None
         self.bytes_read += weight.stored_bytes
         weight.reading = _Reading(weight, stored, memory, room, request)
         self._reads[weight.reading] = None
