@@ -419,3 +419,23 @@ def test_a_folder_that_is_too_deep_is_left(tmp_path):
         assert caught.value.errno == errno.ELOOP
     finally:
         subprocess.run(["rm", "-r", str(tmp_path / "x")], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_what_is_mounted_in_an_old_folder_keeps_its_contents(tmp_path):
+    other, inner = tmp_path / "other", tmp_path / "export" / "data"
+    for folder in (other, inner):
+        folder.mkdir(parents=True)
+    (other / "file").write_text("of somebody else")
+    run_tool("mount", "--bind", other, inner)
+    try:
+        with atomic_directory(tmp_path / "export", replace=True) as folder:
+            (folder / "file").write_text("new")
+        assert os.listdir(other) == ["file"]
+        assert os.listdir(tmp_path / "export") == ["file"]
+    finally:
+        (left,) = tmp_path.glob(".export.*")
+        unmount(left / "data")
+    # Its name is that of a process that lives.
+    remove_tree(str(left))
+    assert sorted(os.listdir(tmp_path)) == ["export", "other"]

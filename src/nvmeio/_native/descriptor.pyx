@@ -9,7 +9,7 @@ import os
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EINTR, EINVAL, EISDIR, ELOOP, ENOENT, ENOSYS, EOPNOTSUPP
+from libc.errno cimport EBUSY, EINTR, EINVAL, EISDIR, ELOOP, ENOENT, ENOSYS, EOPNOTSUPP
 from libc.errno cimport errno as c_errno
 from libc.string cimport strcmp
 from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_RDONLY, O_RDWR
@@ -177,13 +177,21 @@ cdef int DEPTH_MAX = 500
 
 
 cdef int remove_folder(int parent, const char *name, int depth) noexcept nogil:
-    """Remove a folder and what is in it, as far as possible; return the first errno."""
+    """Remove a folder and what is in it, as far as possible; return the first errno.
+
+    What is mounted in it stays, with its contents, which are somebody else's.
+    """
     cdef DIR *listing = NULL
     cdef dirent *entry
     cdef int flags = O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC
     cdef int error = 0, failed, folder
     if depth > DEPTH_MAX:
         return ELOOP
+    # Of a mount point rmdir(2) says so before it looks whether the folder is empty.
+    if unlinkat(parent, name, AT_REMOVEDIR) == 0:
+        return 0
+    if c_errno == EBUSY:
+        return EBUSY
     folder = openat(parent, name, flags)
     while folder < 0 and c_errno == EINTR:
         folder = openat(parent, name, flags)
