@@ -788,7 +788,7 @@ def test_a_named_step_that_is_missing_is_not_no_checkpoint(seen):
 
 def test_a_step_that_is_removed_is_no_longer_named(seen):
     reader, _ = seen
-    named = reader._places()[0].named
+    named = reader._places()[-1].named
     assert named() == 3
     reader.remove(3)
     assert named() == 1
@@ -898,6 +898,27 @@ def test_remove_refuses_before_it_removes_anything(tmp_path, read):
         ):
             saver.remove(1)
         assert contents(tmp_path).keys() == before.keys()
+        saver.remove(1)
+        assert saver.steps() == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_a_step_that_cannot_be_removed_keeps_its_copy(tmp_path, monkeypatch, code):
+    save(tmp_path / "run", tmp_path / "far", 1)
+    rename = os.rename
+
+    def failing(source, target):
+        if str(source).startswith(str(tmp_path / "run")):
+            raise OSError(code, os.strerror(code), source)
+        rename(source, target)
+
+    with Checkpointer(tmp_path / "run", drain_to=tmp_path / "far") as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", failing)
+            with pytest.raises(OSError, match=os.strerror(code)):
+                saver.remove(1)
+        for root in ("run", "far"):
+            assert value(Checkpointer(tmp_path / root).restore()) == 1
         saver.remove(1)
         assert saver.steps() == []
 

@@ -443,9 +443,9 @@ class Checkpointer:
         return -1
 
     def _places(self) -> list[StepPlace]:
-        """Return what has steps: the copies first."""
+        """Return what has steps: the root first."""
         copies = [] if self._copies is None else [self._copies.place]
-        return [*copies, self._steps.root]
+        return [self._steps.root, *copies]
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
         """Save, and set the result or error of the future."""
@@ -836,7 +836,8 @@ class Checkpointer:
             if not found:
                 raise self._steps.missing(step)
             removed = False
-            # The copy first, because restore() would read one that is left.
+            # The local step first: it goes by one rename, and if that fails, as on a drive
+            # that is broken or read-only, the copy is still there.
             for place, remove in found:
                 name_another(place, step)
                 # A copy may have been pruned meanwhile.
