@@ -259,6 +259,33 @@ def test_steps_of_another_user_are_neither_replaced_nor_removed(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
+def test_a_step_whose_files_may_not_be_removed_stays(tmp_path):
+    """In the folder of a group, whose members save in turn without write permissions."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        save(Path(folder), None, 1)
+        Path(folder, ".nvmeio-lock").unlink()
+        for path in (*Path(folder).iterdir(), *Path(folder).glob("step-1/*")):
+            os.chown(path, 1001, 1001)
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        os.seteuid(1002)
+        try:
+            with Checkpointer(folder, keep=1) as saver:
+                words = "not removed: .*no permission to remove its files: .*step-1"
+                with pytest.warns(RuntimeWarning, match=words):
+                    saver.save(2, 2)
+                for refused in (lambda: saver.save(1, {}), lambda: saver.remove(1)):
+                    with pytest.raises(PermissionError, match="no permission to remove"):
+                        refused()
+        finally:
+            os.seteuid(0)
+        names = [".nvmeio-latest", ".nvmeio-lock", "step-1", "step-2"]
+        assert sorted(os.listdir(folder)) == names
+        assert Path(folder, ".nvmeio-latest").read_text() == "step-2\n"
+        assert value(Checkpointer(folder).restore(1)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")
 @pytest.mark.parametrize("name", FILES)
 def test_a_step_with_files_that_cannot_be_read_is_none(tmp_path, name):
     save(tmp_path / "near", None, 1)

@@ -84,9 +84,11 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
             file.close()
 
 
-def replace_file(buffer: Any, path: Path, *, sync: bool) -> None:
+def replace_file(
+    buffer: Any, path: Path, *, sync: bool, read_only: bool = False
+) -> None:
     """Give a file new contents, as a whole; with ``sync=False``, nothing is synced."""
-    with new_contents(path_of(path), sync=sync) as file:
+    with new_contents(path_of(path), sync=sync, read_only=read_only) as file:
         cut(file, file.write(buffer))
         if sync:
             file.fsync()

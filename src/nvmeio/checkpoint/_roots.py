@@ -295,10 +295,19 @@ def _is_anothers(path: str) -> bool:
 
 
 def require_ours(folder: str, found: str | None = None, doing: str = "replaced") -> None:
-    """Raise FileExistsError if a folder, now at `found`, is not a step of ours."""
-    if (words := not_ours(found or folder)) is not None:
+    """Raise FileExistsError if a folder, now at `found`, is not a step of ours.
+
+    PermissionError if its files may not be removed: they would stay, without its name.
+    """
+    there = found or folder
+    if (words := not_ours(there)) is not None:
         words = f"it is not {doing}, because it is no step of a Checkpointer: {words}"
         raise FileExistsError(errno.EEXIST, words, folder)
+    if os.path.isdir(there) and not os.access(
+        there, os.W_OK | os.X_OK, effective_ids=True
+    ):
+        words = f"it is not {doing}, because you have no permission to remove its files"
+        raise PermissionError(errno.EACCES, words, folder)
 
 
 class StepFolder(Unfinished):
@@ -328,7 +337,7 @@ class StepFolder(Unfinished):
         try:
             # Another program may have written there before the folders were exchanged.
             require_ours(target, path)
-        except FileExistsError:
+        except BaseException:
             super()._replace(path, target)
             raise
 
@@ -401,7 +410,9 @@ class Root:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             elif self.named() is not None or _is_empty(path):
-                replace_file(b"step-%d\n" % step, path, sync=False)
+                # Another user's too, who has saved to this folder before.
+                text = b"step-%d\n" % step
+                replace_file(text, path, sync=False, read_only=True)
         except OSError as error:
             # Not by a warning, which may be an error, because the steps are changed.
             _log.warning("the newest step was not named in %s: %s", path, error)
