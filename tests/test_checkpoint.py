@@ -1685,7 +1685,7 @@ def test_reading_makes_nothing_where_a_folder_is_a_symbolic_link(tmp_path, at):
     assert [Checkpointer(root).restore() for root in roots] == ["a", "b"]
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EIO, errno.EROFS])
 def test_a_step_whose_readers_are_unknown_is_not_removed(tmp_path, monkeypatch, code):
     saver = Checkpointer(tmp_path, keep=1)
     saver.save(1, "old")
@@ -1694,10 +1694,24 @@ def test_a_step_whose_readers_are_unknown_is_not_removed(tmp_path, monkeypatch, 
         raise OSError(code, os.strerror(code), path)
 
     monkeypatch.setattr(_locks, "opened", failing)
-    saver.save(2, "new")
+    with pytest.warns(RuntimeWarning, match=f"not removed: .*{os.strerror(code)}"):
+        saver.save(2, "new")
+    with pytest.raises(OSError, match=os.strerror(code)):
+        saver.remove(1)
     assert saver.steps() == [1, 2]
     monkeypatch.undo()
     assert saver.prune() == [1]
+
+
+def test_a_root_that_cannot_be_looked_up_is_named_so(fuse_kinds, tmp_path):
+    """Such as one on a drive that has failed; not "Not a directory"."""
+    folder = fuse_kinds("uncached")
+    fault = {"getattr": {"error": errno.EIO, "under": "/"}}
+    os.setxattr(folder, "user.faults", json.dumps(fault).encode())
+    with pytest.raises(OSError, match="Input/output error"):
+        Checkpointer(folder / "run").save(1, {})
+    os.setxattr(folder, "user.faults", b"{}")
+    Checkpointer(folder / "run").save(1, {})
 
 
 def test_a_damaged_step_is_remembered_after_a_chmod(tmp_path):

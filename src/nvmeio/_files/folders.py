@@ -5,7 +5,7 @@ import errno
 import os
 
 from nvmeio._files.descriptors import FOLDER, opened
-from nvmeio._files.paths import dangling, naming
+from nvmeio._files.paths import dangling, exists, naming
 
 __all__ = ["make_folders", "sync_file", "sync_folder"]
 
@@ -26,6 +26,8 @@ def make_folders(folder: str) -> None:
     """Create a directory and its missing parents, and make them durable."""
     missing = []
     while not os.path.isdir(folder):
+        # An error that keeps this from being known, such as EIO, is raised here.
+        exists(folder, follow=True)
         missing.append(folder)
         folder = os.path.dirname(folder)
     for each in reversed(missing):

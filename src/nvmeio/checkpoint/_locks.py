@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from nvmeio._files.descriptors import opened
+from nvmeio._files.paths import naming
 
 __all__ = ["exclusive"]
 
@@ -29,18 +30,24 @@ _NOT_LOCKED = {
 
 @contextlib.contextmanager
 def exclusive(path: str) -> Iterator[bool]:
-    """Lock a file of a step against readers; yield False if there are any."""
+    """Lock a file of a step against readers; yield False if there are any.
+
+    Raise OSError if that cannot be known.
+    """
     with contextlib.ExitStack() as stack:
         try:
             # NFS grants an exclusive lock only on a descriptor open for writing.
             flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
-            descriptor = stack.enter_context(opened(path, flags | os.O_NOFOLLOW))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming(path):
+                descriptor = stack.enter_context(opened(path, flags | os.O_NOFOLLOW))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError as error:
             # The file system has no locks, or the step has no such file any more.
-            free = error.errno in _NOT_LOCKED
+            if error.errno not in _NOT_LOCKED:
+                raise
+            free = True
         else:
             free = True
         yield free
