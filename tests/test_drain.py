@@ -928,6 +928,26 @@ def test_leftovers_with_long_names_are_removed(source, tmp_path):
     ]
 
 
+def test_two_drains_to_one_folder_leave_each_other_alone(tmp_path, monkeypatch):
+    """As of two ranks, whose files have long names that begin alike."""
+    files = [f"{'n' * 100}-{rank}" for rank in (0, 1)]
+    for rank, name in enumerate(files):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / name).write_bytes(bytes(5000))
+    writer_of = _places._FolderWriter
+    finish, others = writer_of.finish, []
+
+    def finish_late(writer):
+        if not others:
+            others.append(None)
+            drain(tmp_path / "rank1", tmp_path / "far").result()
+        finish(writer)
+
+    monkeypatch.setattr(writer_of, "finish", finish_late)
+    drain(tmp_path / "rank0", tmp_path / "far", retries=0).result()
+    assert sorted(os.listdir(tmp_path / "far")) == files
+
+
 def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monkeypatch):
     monkeypatch.setattr(_draining, "PAUSE_S", 1000)
     (tmp_path / "file").touch()

@@ -14,6 +14,7 @@ from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
 __all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
+__all__ += ["is_unused"]
 __all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
 
 # What says whose a temporary name is.
@@ -133,6 +134,18 @@ def is_left(found: OwnerOf) -> bool:
     wanted = (_host(), process, _start_of(process))
     own = (found["host"], int(found["pid"]), int(found["start"])) == wanted
     return own and not is_in_use(found.string)
+
+
+def is_unused(path: str) -> bool:
+    """Return whether nobody is known to use what has a temporary name."""
+    found = _LEFT.fullmatch(os.path.basename(path))
+    if found and is_of_living(found):
+        return False
+    try:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
+            return not _is_locked(descriptor)
+    except FileNotFoundError:
+        return False
 
 
 def remove_left(

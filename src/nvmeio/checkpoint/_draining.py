@@ -20,7 +20,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
-from nvmeio._publish.names import final_name, short_name
+from nvmeio._publish.names import short_name
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture
 from nvmeio.checkpoint._places import (
@@ -223,17 +223,11 @@ class Drain:
         with self._mutex:
             if self._made:
                 return
+            mine = set(map(short_name, self.sizes))
             for folder in self.folders:
                 self._try(folder, functools.partial(self.place.make, folder))
-                self._try(folder, functools.partial(self._clean, folder))
+                self._try(folder, functools.partial(self.place.clean, folder, mine))
             self._made = True
-
-    def _clean(self, folder: str) -> None:
-        shortened = set(map(short_name, self.sizes))
-        for name in self.place.names(folder):
-            mine = final_name(name)
-            if mine and os.path.join(folder, mine) in shortened:
-                self.place.remove(os.path.join(folder, name))
 
     def _next(self) -> str | None:
         if self.future.cancelled():

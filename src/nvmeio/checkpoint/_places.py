@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,8 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
-from nvmeio._publish.files import new_file
-from nvmeio._publish.names import renaming, temporary_name
+from nvmeio._publish.files import new_file, show_use
+from nvmeio._publish.names import final_name, is_unused, renaming, temporary_name
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
@@ -73,8 +73,8 @@ class Place(Protocol):
     def settle(self, folder: str) -> None:
         """Make the names in a folder durable."""
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a folder; an empty list if it does not exist."""
+    def clean(self, folder: str, names: Collection[str]) -> None:
+        """Remove what dead processes have left unfinished of files with these short names."""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
@@ -167,11 +167,12 @@ class Folder:
     def settle(self, folder: str) -> None:
         sync_folder(self.path(folder))
 
-    def names(self, folder: str) -> list[str]:
-        try:
-            return os.listdir(self.path(folder))
-        except FileNotFoundError:
-            return []
+    def clean(self, folder: str, names: Collection[str]) -> None:
+        for name in os.listdir(self.path(folder)):
+            path, mine = os.path.join(folder, name), final_name(name)
+            # Long names of files of two drains may have one short name.
+            if mine and os.path.join(folder, mine) in names and is_unused(self.path(path)):
+                self.remove(path)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -194,6 +195,7 @@ class _FolderWriter:
 
     def read(self) -> Iterator[Bytes]:
         with File(self.unnamed) as file:
+            show_use(file)
             yield from _read_anew(file)
 
     def commit(self) -> None:
@@ -276,6 +278,9 @@ class Remote:
 
     def settle(self, folder: str) -> None:
         """Do nothing: remote storage makes names durable itself."""
+
+    def clean(self, folder: str, names: Collection[str]) -> None:
+        """Do nothing: a file has its own name at once."""
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the names in a folder with the sizes of files, and None of folders.
