@@ -948,6 +948,15 @@ def test_two_drains_to_one_folder_leave_each_other_alone(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "far")) == files
 
 
+def test_files_with_other_inode_numbers_each_time_are_drained(fuse_kinds, tmp_path):
+    folder = fuse_kinds("inodes")
+    with Checkpointer(folder / "run", drain_to=tmp_path / "far") as saver:
+        saver.save(1, state_of(1))
+        saver.drained.result()
+    drain(folder / "run", tmp_path / "other").result()
+    assert same(Checkpointer(tmp_path / "far").restore(), 1)
+
+
 def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monkeypatch):
     monkeypatch.setattr(_draining, "PAUSE_S", 1000)
     (tmp_path / "file").touch()

@@ -412,8 +412,9 @@ class _Pace:
             return begin - now
 
 
-def _state_of(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_size, found.st_mtime_ns, found.st_ino
+def _state_of(found: os.stat_result) -> tuple[int, int]:
+    # Not the inode: some FUSE file systems give a file another number each time.
+    return found.st_size, found.st_mtime_ns
 
 
 def _is(name: str, pattern: str) -> bool:
@@ -422,10 +423,10 @@ def _is(name: str, pattern: str) -> bool:
     )
 
 
-def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int, int]]]:
+def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     """Return all folders and files below a folder, by relative path.
 
-    The files have a state (size, time and inode) by which a change is noticed.
+    The files have a state (size and time) by which a change is noticed.
     """
     folders, states = [""], {}
     for folder in folders:
