@@ -1186,3 +1186,15 @@ def test_a_hostile_dtype_imports_nothing(checkpointer):
     program = [sys.executable, "-c", textwrap.dedent(code), checkpointer.root]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+def test_long_strings_are_restored_with_little_memory(checkpointer, monkeypatch):
+    """Such as the pickle of a sampler: its text takes less memory than many numbers."""
+    state = {"sampler": bytes(range(256)) * (3 << 12), "text": "é" * 1000}
+    checkpointer.save(1, state)
+    available = "nvmeio._memory.available.available_bytes"
+    monkeypatch.setattr(available, lambda: 48 << 20)
+    assert checkpointer.restore(1) == state
+    monkeypatch.setattr(available, lambda: 5 << 20)
+    with pytest.raises(MemoryError, match="parsing .*tree.json needs"):
+        checkpointer.restore(1)

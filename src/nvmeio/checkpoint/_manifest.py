@@ -48,8 +48,9 @@ FILES = (MANIFEST, TREE, TENSORS)
 # Enough for the checksums of 4 million blocks, 32 TiB.
 MANIFEST_BYTES_MAX = 64 << 20
 TREE_BYTES_MAX = 1 << 30
-# The most memory that Python needs for a byte of JSON.
+# About the most memory that Python needs for a byte of JSON, and for a value.
 _MEMORY_PER_BYTE = 32
+_MEMORY_PER_VALUE = 200
 BLOCK_BYTES = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -169,10 +170,12 @@ def read_json(
         if size > limit:
             raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
         if size > 1 << 20:
-            require_available(_MEMORY_PER_BYTE * size, f"parsing {path}")
+            require_available(size, f"reading {path}")
         with open(descriptor, "rb", closefd=False) as file:
             # read() allocates what it is asked for.
             text = file.read(size)
+    if size > 1 << 20:
+        require_available(_memory_for(text), f"parsing {path}")
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
         seen(text)
@@ -189,6 +192,17 @@ def read_json(
             raise CheckpointError(f"{path} {words}") from None
         # The nesting is allowed, so the caller has used up the stack.
         raise
+
+
+def _memory_for(text: bytes) -> int:
+    """Return about how much memory Python needs for the values of JSON.
+
+    Long strings, such as those of bytes, need less than as many numbers.
+    """
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    width = 1 if text.isascii() and b"\\u" not in text else 4
+    needed = (2 + 2 * width) * len(text) + _MEMORY_PER_VALUE * values
+    return min(needed, _MEMORY_PER_BYTE * len(text))
 
 
 def _depth_of(text: bytes) -> int:
