@@ -950,6 +950,22 @@ def test_a_step_that_cannot_be_removed_keeps_its_copy(tmp_path, monkeypatch, cod
         assert saver.steps() == []
 
 
+def test_a_copy_is_there_if_the_one_before_cannot_be_removed(
+    tmp_path, shelf, monkeypatch
+):
+    """As in a store that does not permit to delete."""
+
+    def refused(store, path):
+        raise PermissionError(errno.EACCES, "DeleteObject", path)
+
+    monkeypatch.setattr(shelf, "rm_file", refused)
+    with Checkpointer(tmp_path / "run", drain_to="shelf://bucket/run") as saver:
+        for number in (1, 2):
+            saver.save(1, number)
+            saver.drained.result()
+    assert Checkpointer(tmp_path / "new", drain_to="shelf://bucket/run").restore() == 2
+
+
 def test_a_huge_object_that_names_the_newest_is_not_read_whole(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "run", drain_to="shelf://bucket/run") as saver:
         saver.save(1, 1)

@@ -344,7 +344,11 @@ class Store:
         for each in after:
             replaced = each.complete or each.is_dead or not each.number
             if each.folder != folder and replaced:
-                self._remove(each)
+                try:
+                    self._remove(each)
+                except Exception as error:
+                    # fsspec may raise any type.
+                    _log.warning("a copy that was replaced was not removed: %s", error)
         return nbytes
 
     def is_anothers(self, step: int) -> bool:
