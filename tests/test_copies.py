@@ -950,6 +950,26 @@ def test_a_step_that_cannot_be_removed_keeps_its_copy(tmp_path, monkeypatch, cod
         assert saver.steps() == []
 
 
+def test_a_root_that_was_moved_during_a_run_is_named(tmp_path, caplog):
+    """As a drive that was unmounted: the next start would not find the steps."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with Checkpointer(near, drain_to=far) as saver:
+        saver.save(1, 1)
+        saver.drained.result()
+        near.rename(tmp_path / "before")
+        with pytest.warns(RuntimeWarning, match="near is another folder than at the last"):
+            saver.save(2, 2)
+        saver.drained.result()
+        far.rename(tmp_path / "far before")
+        caplog.clear()
+        saver.save(3, 3)
+        saver.drained.result()
+        assert f"{far} is another folder than at the last save" in caplog.text
+        shutil.rmtree(near)
+        saver.save(4, 4)
+    assert Checkpointer(near).steps() == [4]
+
+
 def test_a_copy_is_there_if_the_one_before_cannot_be_removed(
     tmp_path, shelf, monkeypatch
 ):

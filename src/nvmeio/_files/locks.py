@@ -116,6 +116,13 @@ class WriterLock(_Lock):
         """Whether the lock is held, and its file still exists under its name."""
         return self.descriptor >= 0 and leads_to(self.path, self.descriptor, follow=False)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the lock is held, but its directory has been moved or mounted over."""
+        if self.descriptor < 0 or self.has_name:
+            return False
+        return os.fstat(self.descriptor).st_nlink > 0
+
     def require(self) -> None:
         """Raise BlockingIOError if the lock's file was removed since it was taken."""
         if not self.has_name:

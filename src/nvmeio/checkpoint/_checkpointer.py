@@ -253,8 +253,9 @@ class Checkpointer:
         -----
         RuntimeWarning
             A newer step exists, which ``restore`` would read.  Or a step could not be
-            copied to `drain_to`, or older ones not be removed.  If warnings are errors,
-            they are raised once the step is saved.
+            copied to `drain_to`, or older ones not be removed.  Or `root` was moved, or
+            mounted or unmounted, since the last save.  If warnings are errors, they are
+            raised once the step is saved.
 
         Notes
         -----
@@ -413,9 +414,11 @@ class Checkpointer:
 
         Append to `words` what to warn of.
         """
-        self._steps.root.take()
-        require_ours(self._steps.root.folder(step))
         root = self._steps.root
+        if root.lock.is_elsewhere:
+            words.append(root.moved)
+        root.take()
+        require_ours(root.folder(step))
         complete = (s for s in root.steps() if root.was_complete(s, again=True))
         newest = max(next(complete, -1), self._newest_copy(words))
         if self._copies is not None and (failed := self._copies.failure()) is not None:

@@ -366,6 +366,14 @@ class Root:
         # The steps that this has removed, and not written again.
         self.removed: set[int] = set()
 
+    @property
+    def moved(self) -> str:
+        """What to say if the lock is elsewhere."""
+        return (
+            f"{self.where} is another folder than at the last save: it was moved, or "
+            "something was mounted there or unmounted, so the steps before are elsewhere"
+        )
+
     def folder(self, step: int) -> str:
         """Return the path of a step's folder."""
         return os.path.join(self.where, f"step-{step}")
@@ -540,6 +548,8 @@ class Root:
 
     def take(self, step: int = 0) -> None:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
+        if self.lock.is_elsewhere:
+            _log.warning("%s", self.moved)
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())
