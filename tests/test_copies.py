@@ -1271,14 +1271,17 @@ def test_ctrl_c_while_copies_are_waited_for_changes_nothing(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         saver.save(1, {"w": np.full(5000, 1)})
     monkeypatch.setattr(threading.Thread, "start", start)
-    go_on, run = threading.Event(), Drain.start
+    begun, go_on, run = threading.Event(), threading.Event(), Drain.start
 
     def slow(drain):
+        begun.set()
         assert go_on.wait(20)
         run(drain)
 
     monkeypatch.setattr(Drain, "start", slow)
     saver.save(2, {"w": np.full(5000, 2)})
+    # Else close() would copy in this thread.
+    assert begun.wait(20)
     monkeypatch.setattr(saver._copies._idle, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saver.close()
