@@ -840,6 +840,39 @@ atexit.register(save)
         for name in ("run", "far"):
             assert Checkpointer(tmp_path / name).steps() == [1, 2]
 
+    @pytest.mark.parametrize("call", ["save_async", "begin", "drain"])
+    def test_python_exits_after_ctrl_c_while_a_thread_is_started(self, tmp_path, call):
+        """Python lists for ever a thread that does not begin."""
+        program = f"""
+import nvmeio.checkpoint, threading
+saver = nvmeio.checkpoint.Checkpointer("run", drain_to="far")
+saver.save(1, 1)
+saver.drained.result()
+start = threading._start_new_thread
+def interrupted(*_, **__):
+    threading._start_new_thread = start
+    raise KeyboardInterrupt
+threading._start_new_thread = interrupted
+try:
+    if {call!r} == "save_async":
+        saver.save_async(2, 2)
+    elif {call!r} == "begin":
+        saver.save(2, 2)
+    else:
+        nvmeio.checkpoint.drain("run/step-1", "copy")
+except KeyboardInterrupt:
+    print("interrupted")
+saver.close()
+"""
+        command = [sys.executable, "-c", program]
+        out = subprocess.run(
+            command, cwd=tmp_path, check=True, timeout=60, stdout=subprocess.PIPE
+        )
+        assert out.stdout == b"interrupted\n"
+        steps = [1, 2] if call == "begin" else [1]
+        for name in ("run", "far"):
+            assert Checkpointer(tmp_path / name).steps() == steps
+
     def test_close_that_is_interrupted_releases_nothing(self, root, monkeypatch):
         """The save goes on, and would replace a step of the next writer."""
         gate = gated(monkeypatch, _saving.Plan, "write")

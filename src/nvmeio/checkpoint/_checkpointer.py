@@ -20,7 +20,7 @@ from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
-from nvmeio.checkpoint._futures import SAVING, SaveFuture, tell_at_exit
+from nvmeio.checkpoint._futures import SAVING, SaveFuture, start_thread, tell_at_exit
 from nvmeio.checkpoint._manifest import TREE
 from nvmeio.checkpoint._places import local_path
 from nvmeio.checkpoint._ranks import agreed_step
@@ -372,7 +372,7 @@ class Checkpointer:
 
         try:
             self._last = future
-            threading.Thread(target=carry_out, name=SAVING, daemon=False).start()
+            start_thread(carry_out, SAVING)
         except BaseException:
             # No thread can be started, or Ctrl-C came, and it may have been.
             if begun.acquire(blocking=False):

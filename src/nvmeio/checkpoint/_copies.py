@@ -11,7 +11,7 @@ from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.paths import exists_now
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import CheckpointError, MovedError
-from nvmeio.checkpoint._futures import DRAINING, ToldFuture
+from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import TRIES, Kept, Root, StepPlace, prune
@@ -61,7 +61,7 @@ class Copies:
             )
         if not runs:
             try:
-                threading.Thread(target=self._run, name=DRAINING, daemon=False).start()
+                start_thread(self._run, DRAINING)
             except RuntimeError:
                 # No thread can be started, or Python is shutting down.
                 self._run()

@@ -22,7 +22,7 @@ from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._futures import DRAINING, ToldFuture
+from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._places import (
     Bytes,
     Place,
@@ -186,14 +186,10 @@ class Drain:
     def start(self) -> None:
         """Copy in threads; if none can be started, in this one."""
         count = max(1, min(FILES, len(self._left)))
-        threads = [
-            threading.Thread(target=self._work, name=DRAINING, daemon=False)
-            for _ in range(count)
-        ]
         self._at_work = count
-        for number, thread in enumerate(threads):
+        for number in range(count):
             try:
-                thread.start()
+                start_thread(self._work, DRAINING)
             except RuntimeError:
                 # No thread can be started, or Python is shutting down.
                 for _ in range(count - number):

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from nvmeio._events.forks import call_in_child
 
-__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture", "tell_at_exit"]
+__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture", "start_thread"]
+__all__ += ["tell_at_exit"]
 
 # The names of the threads that save and copy.
 SAVING, DRAINING = "nvmeio-checkpoint", "nvmeio-drain"
@@ -25,6 +26,17 @@ _Result = TypeVar("_Result")
 _untold: dict[int, str] = {}
 _numbers = itertools.count()
 call_in_child(_untold.clear)
+
+
+def start_thread(run: Callable[[], object], name: str) -> None:
+    """Start a thread that saves or copies, for whose end Python's exit waits."""
+    thread = threading.Thread(target=run, name=name, daemon=False)
+    try:
+        thread.start()
+    except BaseException:
+        # After Ctrl-C, Python may list for ever a thread that never begins.
+        thread.name = f"{name}-interrupted"
+        raise
 
 
 def tell_at_exit(words: str) -> None:
