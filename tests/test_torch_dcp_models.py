@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -260,6 +261,52 @@ def test_a_file_that_changes_meanwhile_is_an_error(tmp_path):
     reader.read_metadata = read_and_replace
     with pytest.raises(CheckpointException, match="has changed while it was read"):
         dcp.load(zeroed(state_of(1)), storage_reader=reader, no_dist=True)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("by", ["nvmeio", "safetensors"])
+def test_a_model_that_is_replaced_by_one_of_the_same_layout_is_no_mixture(
+    tmp_path, monkeypatch, by, at
+):
+    def put(value):
+        state = {name: torch.full((5,), value) for name in ("a", "b")}
+        if by == "nvmeio":
+            save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 2})
+            return
+        for number, name in enumerate(state, 1):
+            path = tmp_path / f"model-{number:05d}-of-00002.safetensors"
+            safetensors.torch.save_file({name: state[name]}, path)
+
+    put(1.0)
+    for path in tmp_path.glob("*.safetensors"):
+        os.utime(path, (1, 1))  # not in the same tick of the clock as the second
+    opened, count = _model_reading.opened, itertools.count(1)
+
+    def replace(*arguments):
+        # After both files were opened for their headers, before file `at` is read.
+        if next(count) == 2 + at:
+            monkeypatch.undo()
+            put(2.0)
+        return opened(*arguments)
+
+    monkeypatch.setattr(_model_reading, "opened", replace)
+    with pytest.raises(CheckpointException, match="has changed while it was read"):
+        load(tmp_path, {"a": torch.zeros(5), "b": torch.zeros(5)})
+
+
+def test_ranks_with_different_models_load_nothing(tmp_path):
+    folders = [str(tmp_path / name) for name in "ab"]
+    for seed, folder in enumerate(folders):
+        save(folder, {"x": torch.full((4,), float(seed))})
+    options = {"folders": folders, "models": True}
+    for error, left in together(tmp_path, work.load_different, 2, **options):
+        assert "different checkpoints" in error
+        assert all(f"rank {rank}: {folders[rank]!r}" in error for rank in range(2))
+        assert left == [-1] * 4
+    shutil.rmtree(folders[1])
+    shutil.copytree(*folders)
+    for error, left in together(tmp_path, work.load_different, 2, **options):
+        assert (error, left) == ("", [0] * 4)
 
 
 @pytest.mark.parametrize("before", WRITERS)

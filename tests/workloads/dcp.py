@@ -218,11 +218,12 @@ def reserved_together(folder):
     return sum(found)
 
 
-def load_different(folders):
+def load_different(folders, models=False):
     """Load on each rank from its own folder; return the error, and what was changed."""
     state = {"x": torch.full((4,), -1.0)}
+    kind = HuggingFaceStorageReader if models else FileSystemReader
     try:
-        dcp.load(state, storage_reader=FileSystemReader(folders[dist.get_rank()]))
+        dcp.load(state, storage_reader=kind(folders[dist.get_rank()]))
     except CheckpointException as error:
         return str(error), state["x"].tolist()
     return "", state["x"].tolist()

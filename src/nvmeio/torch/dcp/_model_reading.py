@@ -1,6 +1,7 @@
 """Read checkpoints of many ranks that are stored as model files (safetensors)."""
 
 import errno
+import hashlib
 import itertools
 import math
 import os
@@ -32,7 +33,7 @@ from nvmeio._safetensors.file import ModelFile
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._reading import Parts
+from nvmeio.torch.dcp._reading import OfRanks, Parts
 
 __all__ = [
     "SAVE_KEY",
@@ -71,9 +72,16 @@ class _Info(_hf_utils._HFStorageInfo):  # type: ignore[misc]
     """Torch's record of where a part of a tensor is, with its offset in the file."""
 
     begin: int = 0
+    version: tuple[object, ...] = ()  # of the file
 
 
-class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
+def _version(file: ModelFile) -> tuple[object, ...]:
+    """Return what tells a file from another one that gets its name, of the same layout."""
+    key = (file.layout.metadata or {}).get(SAVE_KEY)
+    return key, file.before.st_size, file.before.st_mtime_ns
+
+
+class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
     """A reader of model files for ``torch.distributed.checkpoint.load``.
 
     Parameters
@@ -87,8 +95,11 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
     A rank reads only the bytes that it needs.  They are read directly into its tensors if
     these are contiguous, on the CPU and of the same dtype as in the file.
 
-    If a folder has files of two saves, or lacks part of a tensor, loading raises a
-    ``SafetensorError``.
+    If a folder has files of two saves, or lacks part of a tensor, or a file is replaced
+    meanwhile, loading raises a ``SafetensorError``.  If the names or headers of the files
+    differ between the ranks, loading raises on all of them before any tensor is changed.
+    Each save has a key in the headers; files of other programs have none, so two of their
+    models that differ only in values are not told apart.
 
     Examples
     --------
@@ -117,11 +128,13 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
         saves: dict[str | None, str] = {}
         sets: dict[tuple[str, ...], dict[str | None, str]] = {}
         sizes: dict[str, tuple[int, ...]] = {}
+        digest = hashlib.sha256()
         for name in names:
             path = os.path.join(folder, name)
             with ExitStack() as stack:
                 file = opened(stack, path)
                 said = file.layout.metadata or {}
+                digest.update(repr((name, said, file.layout.tensors)).encode())
                 sharding = _sharding_in(said, path)
                 if SAVE_KEY in said:
                     saves[said[SAVE_KEY]] = path
@@ -136,7 +149,9 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                             f"{list(sizes[tensor.name])} in another file"
                         )
                     index = MetadataIndex(tensor.name, offsets)
-                    info = _Info(path, stored.shape, stored.dtype, stored.begin)
+                    info = _Info(
+                        path, stored.shape, stored.dtype, stored.begin, _version(file)
+                    )
                     known = storage.get(index)
                     if known is not None and _each_has_it(name, said, known, info):
                         continue
@@ -154,6 +169,7 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                     "which did not finish; save again, or remove the files of one"
                 )
         _refuse_gaps(found, sizes, folder)
+        self._has_read(digest.hexdigest(), folder)
         metadata = Metadata(state_dict_metadata=found, storage_data=storage)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
@@ -175,7 +191,8 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                             for each in file.layout.tensors
                         }
                     stored = Located(info.begin, info.dtype, tuple(info.shape))
-                    if known.get((path, name)) != stored:
+                    is_same = _version(files[path]) == info.version
+                    if not is_same or known.get((path, name)) != stored:
                         raise files[path].changed()
                     parts.add(item, files[path].file, stored)
                 parts.finish()

@@ -37,7 +37,7 @@ from nvmeio.torch.dcp._archives import (
 )
 from nvmeio.torch.dcp._metadata import read_with_digest
 
-__all__ = ["FileSystemReader", "Parts", "target_of"]
+__all__ = ["FileSystemReader", "OfRanks", "Parts", "target_of"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
@@ -76,7 +76,26 @@ def _refuse_differences(found: list[object]) -> None:
     )
 
 
-class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
+class OfRanks:
+    """A reader whose ranks compare what they have read, before they change a tensor."""
+
+    _read: _Read | None = None
+
+    def _has_read(self, digest: str, folder: str) -> None:
+        self._read = _Read(digest, os.path.abspath(folder), os.uname().nodename)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add a digest of the metadata that this rank has read."""
+        told: LoadPlan = dataclasses.replace(plan, storage_data=self._read)
+        return told
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise ValueError if the ranks have read different metadata."""
+        _refuse_differences([plan.storage_data for plan in plans])
+        return plans
+
+
+class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[misc]
     """A reader for ``torch.distributed.checkpoint.load``.
 
     Parameters
@@ -122,31 +141,19 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
     ) -> None:
         super().__init__(path, _extension_registry)
         self.weights_only = flag("weights_only", weights_only)
-        self._read: _Read | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read ``.metadata``, or the metadata file of a rank."""
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
         found, digest = read_with_digest(path, weights_only=self.weights_only)
-        folder = os.path.abspath(os.path.dirname(path))
         # A rank's own metadata is not that of the others.
         digest = digest if kwargs.get("rank") is None else ""
-        self._read = _Read(digest, folder, os.uname().nodename)
+        self._has_read(digest, os.path.dirname(path))
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         assert found.storage_meta is not None
         found.storage_meta.load_id = self.load_id
         return found
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add a digest of the metadata that this rank has read."""
-        told: LoadPlan = dataclasses.replace(plan, storage_data=self._read)
-        return told
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise ValueError if the ranks have read different metadata."""
-        _refuse_differences([plan.storage_data for plan in plans])
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
