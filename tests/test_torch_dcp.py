@@ -248,6 +248,24 @@ def test_parts_are_read_by_one_submission_into_their_targets(tmp_path, monkeypat
     assert sorted(pointers) == sorted(each.data_ptr() for each in found.values())
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(100_000, None)], ids=["all", "half"])
+def test_what_is_read_into_shared_memory_is_no_mixture(tmp_path, monkeypatch, part):
+    state = {"a": torch.full((200_000,), 1.0), "b": torch.full((200_000,), 2.0)[part]}
+    save(tmp_path, state)
+    read, together_read = _reading.Pending.read_many, []
+
+    def note(pending, items, **options):
+        together_read.append([memory.nbytes for memory, _, _ in items])
+        return read(pending, items, **options)
+
+    monkeypatch.setattr(_reading.Pending, "read_many", note)
+    tied = torch.zeros(200_000)
+    found = load(tmp_path, {"a": tied, "b": tied[part]})
+    # As torch loads it: the later one is whole.
+    assert torch.equal(found["b"], state["b"])
+    assert together_read == [[state[name].nbytes] for name in "ab"]
+
+
 class Planner(dcp.DefaultLoadPlanner):
     """Counts the tensors between resolve_tensor() and commit_tensor()."""
 

@@ -1,5 +1,6 @@
 """Read the parts of a checkpoint that a rank needs, directly into its tensors."""
 
+import bisect
 import contextlib
 import dataclasses
 import io
@@ -185,6 +186,8 @@ class Parts:
         self._pending = Pending(default_handle())
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self._beside = 0
+        # The memory that is read into, sorted.
+        self._filled: list[tuple[int, int]] = []
 
     def add(self, item: ReadItem, file: File, stored: Located) -> None:
         """Add a part; reading starts in ``finish``, or now if the part has several runs."""
@@ -196,6 +199,8 @@ class Parts:
                 self.finish()
             self._beside += nbytes
             read = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+        elif target.nbytes:
+            self._take(target.data_ptr(), target.nbytes)
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         index = tuple(slice(low, low + count) for low, count in pairs)
         runs = runs_of(index, stored.shape, stored.dtype.itemsize * 8)
@@ -212,6 +217,20 @@ class Parts:
             self._pending.gather(file, offsets, runs.run_bytes, read, max_gap=0)
         self._targets.append((item, target, read))
 
+    def _take(self, low: int, nbytes: int) -> None:
+        """Take memory to read into; finish first if a part is being read into it.
+
+        So of two names of one tensor, as of tied weights, the later one counts, as in
+        torch, and not a mixture of both.
+        """
+        high = low + nbytes
+        at = bisect.bisect(self._filled, (low, high))
+        beside = self._filled[max(0, at - 1) : at + 1]
+        if any(begin < high and low < end for begin, end in beside):
+            self.finish()
+            at = 0
+        self._filled.insert(at, (low, high))
+
     def finish(self) -> None:
         """Read the rest, wait for all, and pass the parts to the planner."""
         if self._whole:
@@ -221,7 +240,7 @@ class Parts:
             if read is not target:
                 target.copy_(read)
             self._planner.commit_tensor(item, target)
-        self._whole, self._targets, self._beside = [], [], 0
+        self._whole, self._targets, self._beside, self._filled = [], [], 0, []
 
     def __enter__(self) -> "Parts":
         return self
