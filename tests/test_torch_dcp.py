@@ -673,6 +673,18 @@ def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):
         load(tmp_path, {"a": torch.zeros(300_000)})
 
 
+def test_a_length_beyond_the_file_takes_no_memory(tmp_path):
+    save(tmp_path, {"epoch": 3})
+    path = tmp_path / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    for info in found.storage_data.values():
+        info.length = 1 << 50
+        name = info.relative_path
+    path.write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointException, match=f"names {1 << 50} of them: .*{name}"):
+        load(tmp_path, {"epoch": 0})
+
+
 def test_objects_that_will_be_refused_are_named_at_the_save(tmp_path):
     state = {"a": torch.ones(3), "b": [1, "x", 2.5], "rng": np.random.get_state()}
     with pytest.warns(RuntimeWarning, match="'b', 'rng' will.*add_safe_globals"):

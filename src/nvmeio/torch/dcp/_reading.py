@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import errno
 import io
 import math
 import os
@@ -329,7 +330,15 @@ class _Reading:
             self.files[name] = self.stack.enter_context(File(path))
         return self.files[name]
 
-    def _read_whole(self, blobs: Iterable[_Blob]) -> dict[_Blob, bytearray]:
+    def _read_whole(self, blobs: list[_Blob]) -> dict[_Blob, bytearray]:
+        for blob in blobs:
+            # Before memory is taken for it.
+            if blob.length > (size := self._file(blob.name).size):
+                raise OSError(
+                    errno.ENODATA,
+                    f"it has {size} bytes, and .metadata names {blob.length} of them",
+                    self._file(blob.name).path,
+                )
         found = {blob: bytearray(blob.length) for blob in blobs}
         parts = [
             (memory, self._file(blob.name), blob.begin)
