@@ -151,9 +151,9 @@ static bool is_awaited(const struct nvmeio_request *request)
 
 static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
-    request->comes_last = request->op == NVMEIO_OP_WRITE && !is_awaited(request) &&
-                          atomic_load_explicit(&request->file->writes_last,
-                                               memory_order_relaxed);
+    request->comes_last =
+        request->op == NVMEIO_OP_WRITE && !is_awaited(request) &&
+        atomic_load_explicit(&request->file->writes_last, memory_order_relaxed);
     append(queue, request);
     request->queued = true;
     request->turn_bytes = 0;

@@ -243,8 +243,7 @@ static void test_some_writes_come_last(bool awaited)
     nvmeio_file_write_last(scratch);
     reads[0] = hold_large(file, &memory);
     char *source = memory.address + 4 * LARGE;
-    struct nvmeio_transfer t =
-        transfer_of(NVMEIO_OP_WRITE, scratch, source, LARGE, 0);
+    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_WRITE, scratch, source, LARGE, 0);
     struct nvmeio_request *write = submit(stage.handle, &t);
     for (int i = 1; i < 4; i++) {
         t = transfer_of(NVMEIO_OP_READ, file, memory.address + i * LARGE, LARGE,
@@ -259,6 +258,8 @@ static void test_some_writes_come_last(bool awaited)
     play(note_kinds);
     if (awaited)
         pthread_join(waiting, NULL);
+    else
+        await(&calls, 4 * LARGE / BLOCK);
     for (int i = 0; i < 4; i++)
         CHECK(finish(reads[i]).result == LARGE);
     CHECK(finish(write).result == LARGE);

@@ -372,7 +372,6 @@ def train_in_bfloat16(folder):
         assert any(each.dtype == torch.bfloat16 and each.any() for each in found), family
         assert all(map(torch.equal, found, expected)), family
         assert nvmeio.torch.disk_stats(model)["bytes_peak"] <= memory, family
-    print(len(FAMILIES), "families")
 
 
 def test_adapters_are_trained_in_bfloat16_as_in_memory(folder):
@@ -393,7 +392,6 @@ def test_adapters_are_trained_in_bfloat16_as_in_memory(folder):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"{len(FAMILIES)} families\n")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
