@@ -889,19 +889,20 @@ def test_a_thread_reads_again_what_another_one_gave_up(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(store._Reading, "_made", interrupted)
-    found = []
+    # By thread, because the second one may end first.
+    found = {}
 
-    def use():
+    def use(name):
         try:
-            found.append(model[0](x))
+            found[name] = model[0](x)
         except BaseException as error:
-            found.append(error)
+            found[name] = error
 
-    one = threading.Thread(target=use)
+    one = threading.Thread(target=use, args=("one",))
     one.start()
     assert first.wait(60)
     reading = next(each.reading for each in store_of(model).weights if each.reading)
-    other = threading.Thread(target=use)
+    other = threading.Thread(target=use, args=("other",))
     other.start()
     while len(reading.waiting) < 2:
         assert other.is_alive()
@@ -909,8 +910,8 @@ def test_a_thread_reads_again_what_another_one_gave_up(tmp_path, monkeypatch):
     second.set()
     one.join()
     other.join()
-    assert isinstance(found[0], KeyboardInterrupt)
-    assert torch.equal(found[1], expected)
+    assert isinstance(found["one"], KeyboardInterrupt)
+    assert torch.equal(found["other"], expected)
 
 
 def test_threads_use_a_model_at_the_same_time(tmp_path):
