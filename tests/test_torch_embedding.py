@@ -235,6 +235,8 @@ def test_a_model_reads_rows_of_an_embedding(tmp_path):
         assert torch.equal(model(ids), expected)
         assert torch.equal(model[0].weight[ids[0]], whole[ids[0]])
     assert torch.equal(model[0].weight[7], whole[7])
+    with pytest.raises(RuntimeError, match=r"cannot be changed by aten\.zero_"):
+        model[0].weight[7].zero_()
     stats = nvmeio.torch.disk_stats(model)
     assert stats["row_misses"] == len({7, *ids.flatten().tolist()})
     assert stats["bytes_peak"] <= 2 * MIB

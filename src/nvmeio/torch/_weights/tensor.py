@@ -92,8 +92,25 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
                 found = self._store.fetch([self._weight])
             return found[self._weight]
         function, source, arguments, options, index = self._made
+        ids = source._row_of(function, arguments)
+        if ids is not None:
+            assert source._rows is not None
+            return source._rows.read(ids)
         made = function(source.values(found), *arguments, **options)
         return made if index is None else made[index]
+
+    def _row_of(self, function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
+        """Return which row a view of a table is, if it is one."""
+        if self._rows is None or function is not aten.select.int or arguments[0] % 2:
+            return None
+        return torch.tensor(arguments[1] % len(self))
+
+    def _is_of_row(self) -> bool:
+        """Return whether the values are those of a single row, which is read by itself."""
+        if self._made is None:
+            return False
+        function, source, arguments, *_ = self._made
+        return source._row_of(function, arguments) is not None or source._is_of_row()
 
     def _later(
         self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any]
@@ -305,8 +322,6 @@ def _rows_of(function: Any, arguments: Sequence[Any]) -> torch.Tensor | None:
     if function is aten.index.Tensor and len(arguments[0]) == 1:
         (ids,) = arguments[0]
         return ids if ids is not None and ids.dtype in (torch.int64, torch.int32) else None
-    if function is aten.select.int and arguments[0] == 0 and arguments[1] >= 0:
-        return torch.tensor(arguments[1])
     return None
 
 
@@ -315,7 +330,7 @@ def _fetch(arguments: Sequence[Any], found: dict[Weight, torch.Tensor]) -> None:
     stores: dict[Store, dict[Weight, None]] = {}
     for value in arguments:
         for each in value if type(value) in (list, tuple) else (value,):
-            if type(each) is DiskParameter:
+            if type(each) is DiskParameter and not each._is_of_row():
                 stores.setdefault(each._store, {})[each._weight] = None
     for store, wanted in stores.items():
         found.update(store.fetch([*wanted]))
