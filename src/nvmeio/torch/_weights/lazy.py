@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["LOADING", "Arrangement", "LazyTensor", "Loading", "Run", "arranged"]
+__all__ = [
+    "LOADING",
+    "Arrangement",
+    "LazyTensor",
+    "Loading",
+    "Run",
+    "arranged",
+    "without_values",
+]
 
 aten = torch.ops.aten
 
@@ -26,14 +34,21 @@ FEW_RUNS = 64
 MOST_RUNS = 1 << 18
 
 
+def without_values(
+    size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a tensor on the meta device, with these places in its storage."""
+    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    whole = torch.empty(max(offset + 1 + last, 0), dtype=dtype, device="meta")
+    return whole.as_strided(size, stride, offset)
+
+
 class LazyTensor(torch.Tensor):  # type: ignore[misc]  # torch is Any here
     """A tensor of the checkpoint, or what an operation makes of some."""
 
     # Of a tensor of the checkpoint, its name; otherwise the operation with its arguments,
     # and which of its results this is.
     _made: "str | _Made"
-    # Without values: the same shape, strides and dtype.
-    _shape: torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -52,7 +67,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             dtype=shape.dtype,
             device="cpu",
         )
-        found._made, found._shape = made, shape
+        found._made = made
         return found
 
     @classmethod
@@ -143,7 +158,9 @@ class _Made(NamedTuple):
 
 def _meta(value: Any) -> Any:
     if isinstance(value, LazyTensor):
-        return value._shape
+        # Not kept, because there are several for each tensor of the checkpoint.
+        size, stride, offset = value.size(), value.stride(), value.storage_offset()
+        return without_values(size, stride, offset, value.dtype)
     if isinstance(value, (list, tuple)):
         return type(value)(map(_meta, value))
     return value
@@ -290,7 +307,7 @@ def _runs(tensor: LazyTensor) -> list[Run]:
     cut = _Cutter(runs)
     if made.function in _CHOOSING:
         dim = made.dimension(_CHOOSING, source.ndim)
-        chosen = _chosen(source._shape, tensor._shape, dim)
+        chosen = _chosen(source, tensor, dim)
     else:
         dim = _MOVING[made.function](source.ndim, made.arguments[1:])
         chosen = _moved(made, source, dim)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nvmeio.torch._weights.lazy import without_values
 from nvmeio.torch._weights.rows import Rows
 from nvmeio.torch._weights.store import Store, Weight, no_inference
 
@@ -127,12 +128,7 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             return self._made_by(how, size[::-1], stride[::-1], offset, self.dtype)
         if function is aten.detach.default:
             return self._made_by(how, size, stride, offset, self.dtype)
-        whole = torch.empty(
-            offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)),
-            dtype=self.dtype,
-            device="meta",
-        )
-        source = whole.as_strided(size, stride, offset)
+        source = without_values(size, stride, offset, self.dtype)
         there = {**options, "device": None} if "device" in options else options
         made = function(source, *arguments, **there)
         several = isinstance(made, (list, tuple))
