@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import final_name, temporary_name
-from nvmeio.safetensors import load_sharded
+from nvmeio.safetensors import load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -567,3 +569,35 @@ def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
                 path.chmod(0o600)
     finally:
         os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("way", ["dcp", "sharded"])
+def test_a_model_of_another_user_is_replaced_with_its_index(way):
+    """In a folder that a group shares; its files are writable for their owner alone."""
+
+    def put(value):
+        state = {name: torch.full((100,), value) for name in ("a", "b")}
+        if way == "dcp":
+            save(folder, state, fqn_to_index_mapping={"a": 1, "b": 2})
+        else:
+            save_sharded(state, folder, 400)
+        return state
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        put(1.0)
+        os.chown(folder, 1001, 2000)
+        os.chmod(folder, 0o2775)
+        for path in Path(folder).iterdir():
+            os.chown(path, 1001, 2000)
+            path.chmod(0o644)
+        groups = os.getgroups()
+        os.setgroups([2000])
+        os.seteuid(1002)
+        try:
+            state = put(2.0)
+        finally:
+            os.seteuid(0)
+            os.setgroups(groups)
+        assert {path.stat().st_uid for path in Path(folder).iterdir()} == {1002}
+        assert same(load_sharded(folder), state)

@@ -87,7 +87,11 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
 def replace_file(
     buffer: Any, path: Path, *, sync: bool, read_only: bool = False
 ) -> None:
-    """Give a file new contents, as a whole; with ``sync=False``, nothing is synced."""
+    """Give a file new contents, as a whole; with ``sync=False``, nothing is synced.
+
+    A file that this user may not write to is replaced only with `read_only`, as one that
+    belongs to others that are replaced so.
+    """
     with new_contents(path_of(path), sync=sync, read_only=read_only) as file:
         cut(file, file.write(buffer))
         if sync:

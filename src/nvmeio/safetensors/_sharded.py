@@ -274,7 +274,8 @@ def save_sharded(
         places = {key: name for name, shard in pairs for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        replace_file(contents.encode(), os.path.join(folder, INDEX_NAME), sync=sync)
+        path = os.path.join(folder, INDEX_NAME)
+        replace_file(contents.encode(), path, sync=sync, read_only=True)
         names.append(INDEX_NAME)
     _remove_others(folder, set(names))
     return names

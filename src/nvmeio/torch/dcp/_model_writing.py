@@ -247,7 +247,7 @@ thread_count_consolidation
         index = {"metadata": {"total_size": total}, "weight_map": names}
         text = np.frombuffer(json.dumps(index, indent=2).encode(), np.uint8)
         path = os.path.join(folder, _hf_utils._metadata_fn)
-        replace_file(text, path, sync=self.sync_files)
+        replace_file(text, path, sync=self.sync_files, read_only=True)
 
     def _consolidate(
         self, folder: str, results: list[WriteResult], metadata: Metadata
