@@ -150,6 +150,13 @@ def test_invalid_shard_sizes_are_refused(tmp_path, size):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_url_is_not_taken_for_a_local_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="folder is 's3://bucket/model', a URL"):
+        save_sharded({"a": np.ones(3)}, "s3://bucket/model")
+    assert os.listdir(tmp_path) == []
+
+
 class TestRefused:
     """A fault in one shard leaves the whole old model."""
 

@@ -39,6 +39,7 @@ from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageWriter,
     PoolStager,
     _reading,
     _writing,
@@ -974,6 +975,21 @@ def test_reading_changes_no_member_of_an_enumeration(tmp_path):
             load(tmp_path / "bad", {"y": torch.zeros(3)})
         assert [vars(each) for each in kind] == before
     assert load(tmp_path / "good", {"y": torch.zeros(3)})["y"].sum() == 3
+
+
+@pytest.mark.parametrize("kind", [FileSystemWriter, HuggingFaceStorageWriter])
+def test_a_url_is_not_taken_for_a_local_folder(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path is 's3://bucket/run', a URL"):
+        kind("s3://bucket/run")
+    with pytest.raises(ValueError, match="checkpoint_id is 's3://bucket/run', a URL"):
+        dcp.save(
+            {"a": torch.ones(3)},
+            storage_writer=kind("local"),
+            checkpoint_id="s3://bucket/run",
+            no_dist=True,
+        )
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("change", ["link", "chdir"])

@@ -77,7 +77,7 @@ def test_remote_paths_are_refused_and_local_paths_need_no_folder(tmp_path):
     plugin = CheckpointIO()
     with pytest.raises(TypeError, match="storage_options"):
         plugin.save_checkpoint({}, tmp_path / "x", storage_options={"a": 1})
-    with pytest.raises(ValueError, match="is not a local file"):
+    with pytest.raises(ValueError, match="a URL; save locally"):
         plugin.save_checkpoint({}, "s3://bucket/x")
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         plugin.load_checkpoint(tmp_path / "x")

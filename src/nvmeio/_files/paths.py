@@ -23,6 +23,7 @@ __all__ = [
     "leads_to",
     "mount_of",
     "naming",
+    "refuse_url",
     "resolved",
 ]
 __all__ += ["synced_folder"]
@@ -66,6 +67,16 @@ def absolute_folder(name: str, path: Path) -> str:
     if not found:
         raise ValueError(f"{name} is ''; it must be the path of a folder")
     return os.fsdecode(absolute(found))
+
+
+def refuse_url(
+    name: str,
+    path: Path,
+    words: str = "pass a local folder, and copy it with nvmeio.checkpoint.drain",
+) -> None:
+    """Raise ValueError for a URL, which would be taken for the name of a local folder."""
+    if "://" in (found := os.fsdecode(path_of(path))):
+        raise ValueError(f"{name} is {found!r}, a URL; {words}")
 
 
 def dangling(path: str) -> str | None:

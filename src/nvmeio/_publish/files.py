@@ -84,9 +84,7 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
             file.close()
 
 
-def replace_file(
-    buffer: Any, path: Path, *, sync: bool, read_only: bool = False
-) -> None:
+def replace_file(buffer: Any, path: Path, *, sync: bool, read_only: bool = False) -> None:
     """Give a file new contents, as a whole; with ``sync=False``, nothing is synced.
 
     A file that this user may not write to is replaced only with `read_only`, as one that

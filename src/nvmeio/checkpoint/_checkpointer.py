@@ -15,7 +15,7 @@ from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.kinds import MANIFEST, STEP
-from nvmeio._files.paths import absolute_folder, exists
+from nvmeio._files.paths import absolute_folder, exists, refuse_url
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
@@ -137,11 +137,8 @@ class Checkpointer:
         busy: Literal["wait", "skip", "raise"] = "wait",
         drain_to: Path | None = None,
     ) -> None:
-        if "://" in (name := os.fsdecode(path_of(root))):
-            raise ValueError(
-                f"root is {name!r}, a URL; it must be a folder: pass the URL as drain_to"
-            )
-        self.root = pathlib.Path(absolute_folder("root", name))
+        refuse_url("root", root, "it must be a folder: pass the URL as drain_to")
+        self.root = pathlib.Path(absolute_folder("root", root))
         self.keep = None if keep is None else whole("keep", keep, 1, STEP_MAX)
         self.keep_every = keep_every
         if keep_every is not None:

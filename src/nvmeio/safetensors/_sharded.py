@@ -15,7 +15,7 @@ import numpy as np
 from nvmeio._arguments.checks import flag, path_of, shown
 from nvmeio._arguments.units import size_of
 from nvmeio._files.folders import make_folders
-from nvmeio._files.paths import synced_folder
+from nvmeio._files.paths import refuse_url, synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
@@ -195,7 +195,8 @@ def save_sharded(
     Raises
     ------
     RuntimeError, SafetensorError, TypeError, ValueError, OSError
-        As ``save_file``; or ValueError if `max_shard_size` is not a size, or OSError with
+        As ``save_file``; or ValueError if `max_shard_size` is not a size or `folder` is a
+        URL, or OSError with
         EMFILE if the process may not open three descriptors for each file.
 
     Notes
@@ -239,6 +240,7 @@ def save_sharded(
         # Refuse invalid tensors before the folder is created.
         build(((s.name, s.dtype, s.shape) for s in kind._sources(shard)), align=align)
     folder = os.fsdecode(path_of(folder))
+    refuse_url("folder", folder)
     if sync:
         make_folders(os.path.abspath(folder))
     else:

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from nvmeio._files.folders import make_folders
-from nvmeio._files.paths import exists
+from nvmeio._files.paths import exists, refuse_url
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.torch.serialization import load, save_to
 
@@ -129,9 +129,6 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
 
 def _local(path: Any) -> str:
     name = os.fsdecode(path)
-    if "://" in name and not name.startswith("file://"):
-        raise ValueError(
-            f"{name!r} is not a local file; save locally, and copy with "
-            "nvmeio.checkpoint.drain"
-        )
+    if not name.startswith("file://"):
+        refuse_url("path", name, "save locally, and copy with nvmeio.checkpoint.drain")
     return name.removeprefix("file://")

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute, exists, naming
+from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name, remove_left, temporary_name
@@ -93,10 +93,10 @@ thread_count_consolidation
     """
 
     @like(hf_storage.HuggingFaceStorageWriter.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # It stays the same if the program changes its folder.
-        self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_url("path", path)
+        super().__init__(path, *args, **kwargs)
+        self._stay()
         whole: Any = self.consolidated_output_path
         self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
 

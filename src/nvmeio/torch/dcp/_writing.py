@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._files.descriptors import closing, cut
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute, exists, naming
+from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, renaming, temporary_name
@@ -205,6 +205,18 @@ class OfThread:
     """
 
     _path: Any
+    fs: Any
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder of the next save, as torch's method."""
+        if checkpoint_id is not None:
+            refuse_url("checkpoint_id", checkpoint_id)
+        super().reset(checkpoint_id)  # type: ignore[misc]
+        self._stay()
+
+    def _stay(self) -> None:
+        """Keep the folder if the program changes its own; ".." is for the kernel."""
+        self.path = self.fs.init_path(os.fsdecode(absolute(self.path)))
 
     @property
     def path(self) -> Any:
@@ -247,8 +259,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     Raises
     ------
     ValueError
-        `serialization_format` is ``SAFETENSORS``, which no FileSystemReader can read, not
-        even torch's.  Use `HuggingFaceStorageWriter` for such files.
+        `path` is a URL; or `serialization_format` is ``SAFETENSORS``, which no
+        FileSystemReader can read, not even torch's.  Use `HuggingFaceStorageWriter` for
+        such files.
 
     Notes
     -----
@@ -275,8 +288,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     """
 
     @like(filesystem.FileSystemWriter.__init__)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_url("path", path)
+        super().__init__(path, *args, **kwargs)
         if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
             raise ValueError(
                 f"serialization_format is {self.serialization_format}, which no "
@@ -284,15 +298,6 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 "and HuggingFaceStorageReader"
             )
         self._stay()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Set the folder of the next save, as torch's method."""
-        super().reset(checkpoint_id)
-        self._stay()
-
-    def _stay(self) -> None:
-        """Keep the folder if the program changes its own; ".." is for the kernel."""
-        self.path: Any = self.fs.init_path(os.fsdecode(absolute(self.path)))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
