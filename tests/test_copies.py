@@ -970,9 +970,21 @@ def test_a_root_that_was_moved_during_a_run_is_named(tmp_path, caplog):
     assert Checkpointer(near).steps() == [4]
 
 
-def test_a_copy_is_there_if_the_one_before_cannot_be_removed(
-    tmp_path, shelf, monkeypatch
-):
+def test_a_lock_that_a_copy_by_hard_links_shares_is_named(tmp_path):
+    save(tmp_path / "run", None, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
+    with Checkpointer(tmp_path / "run") as saver:
+        saver.save(2, 2)
+        with pytest.raises(BlockingIOError, match="remove this file there"):
+            save(tmp_path / "copy", None, 3)
+        (tmp_path / "copy" / ".nvmeio-lock").unlink()
+        save(tmp_path / "copy", None, 3)
+        saver.save(4, 4)
+    assert Checkpointer(tmp_path / "run").steps() == [1, 2, 4]
+    assert Checkpointer(tmp_path / "copy").steps() == [1, 3]
+
+
+def test_a_copy_is_there_if_the_one_before_cannot_be_removed(tmp_path, shelf, monkeypatch):
     """As in a store that does not permit to delete."""
 
     def refused(store, path):

@@ -157,6 +157,8 @@ def _lock(descriptor: int, doing: str) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
         words = f"another {doing} here: {holder.strip() or 'unknown'}"
+        if os.fstat(descriptor).st_nlink > 1:
+            words += "; or in a copy by hard links, as of cp -al: remove this file there"
         raise BlockingIOError(errno.EAGAIN, words) from None
     except OSError as error:
         _refuse_without_locks(error)

@@ -30,7 +30,8 @@ def atomic_directory(
         The final name of the folder.  Its parent folder must exist.
     replace : bool, default False
         Replace a folder that has this name.  It stays until the new one is complete; then
-        they exchange names atomically, and the old one is removed.  Where the file system
+        they exchange names atomically, and the old one is removed, but not what is mounted
+        inside it.  Where the file system
         cannot do that, as NFS, it is set aside for a moment; if the process is killed then,
         ``cleanup`` gives it its name back.
     reserve : int, optional

@@ -74,7 +74,7 @@ class Place(Protocol):
         """Make the names in a folder durable."""
 
     def clean(self, folder: str, names: Collection[str]) -> None:
-        """Remove what dead processes have left unfinished of files with these short names."""
+        """Remove what dead processes have left of files with these short names."""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""

@@ -303,9 +303,7 @@ def require_ours(folder: str, found: str | None = None, doing: str = "replaced")
     if (words := not_ours(there)) is not None:
         words = f"it is not {doing}, because it is no step of a Checkpointer: {words}"
         raise FileExistsError(errno.EEXIST, words, folder)
-    if os.path.isdir(there) and not os.access(
-        there, os.W_OK | os.X_OK, effective_ids=True
-    ):
+    if os.path.isdir(there) and not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         words = f"it is not {doing}, because you have no permission to remove its files"
         raise PermissionError(errno.EACCES, words, folder)
 

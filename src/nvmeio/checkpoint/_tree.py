@@ -95,6 +95,7 @@ class _Encoder:
             return node
         if (
             isinstance(value, np.generic)
+            and kind is value.dtype.type
             and value.dtype.kind not in "OV"
             and has_text(value.dtype)
         ):
