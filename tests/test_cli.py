@@ -180,6 +180,14 @@ def made_up(monkeypatch):
     return run
 
 
+@pytest.fixture
+def heeded():
+    """SIGHUP is not ignored, as it is under nohup, where the command goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def raising(error):
     def run(options, terminal):
         raise error
@@ -296,6 +304,7 @@ def test_a_signal_ends_a_command_after_its_cleanup(name):
     assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
 
 
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("second", cli.ENDING)
 def test_a_second_signal_does_not_interrupt_the_cleanup(made_up, second):
     cleaned = []
@@ -311,6 +320,7 @@ def test_a_second_signal_does_not_interrupt_the_cleanup(made_up, second):
     assert cleaned == ["everything"]
 
 
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", cli.ENDING)
 def test_a_signal_counts_where_python_drops_its_exception(

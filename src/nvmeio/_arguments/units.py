@@ -30,9 +30,8 @@ def parse_size(text: str, *, decimal: bool = False) -> tuple[int, bool] | None:
     Return the bytes, rounded down, and whether they were whole.  The units are powers of
     1024; with `decimal`, KB, MB, GB and TB are powers of 1000.
     """
-    found = re.fullmatch(
-        r"(\d{1,18})(?:\.(\d{1,9}))? ?([KMGT]?)(i?B)?", text.strip(), re.ASCII | re.IGNORECASE
-    )
+    pattern = r"(\d{1,18})(?:\.(\d{1,9}))? ?([KMGT]?)(i?B)?"
+    found = re.fullmatch(pattern, text.strip(), re.ASCII | re.IGNORECASE)
     if not found or (found[2] and not found[3]):
         return None
     base = 1000 if decimal and (found[4] or "").upper() == "B" else 1024
