@@ -40,6 +40,9 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, size):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python looks for signals elsewhere")
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 14), reason="CPython's issue 148874: a lock may stay"
+)
 @pytest.mark.parametrize("part", range(2))
 def test_ctrl_c_anywhere_leaves_nothing(tmp_path, part):
     """Each call is interrupted at each of its instructions, and twice at every third."""
