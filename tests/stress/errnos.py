@@ -204,7 +204,7 @@ CHECKPOINTS = Calls(
     | {"mmap": "threading.Thread.start() hangs if the new thread has no memory"},
     {"fsync", "mkdir", "renameat2"},
     strict=False,
-    index_max=150,
+    index_max=250,
 )
 DRAINS = dataclasses.replace(
     CHECKPOINTS,
