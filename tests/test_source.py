@@ -17,8 +17,8 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 
 # For each folder of the package, the folders that it may import and cimport.  "" stands
 # for the modules in no folder, _libnvmeio for the C library as Cython sees it.
-# _native.settings and _native.descriptor are below the rest of _native/, so that _config/
-# and _files/ may use them; and _publish.names is below _config/.
+# _native.settings and _native.descriptor are below the rest of _native/, so that _config/,
+# _files/ and _memory/ may use them; and _publish.names is below _config/.
 FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
@@ -26,7 +26,7 @@ FOLDERS = {
     "_native.settings": {"_libnvmeio", "_arguments"},
     "_native.descriptor": {"_arguments"},
     "_files": {"_arguments", "_events", "_native.descriptor"},
-    "_memory": {"_arguments", "_events"},
+    "_memory": {"_arguments", "_events", "_native.descriptor"},
     "_publish.names": {"_files", "_native.descriptor"},
     "_config": {"_arguments", "_files", "_native.settings", "_publish.names"},
     "_native": {"_libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},
