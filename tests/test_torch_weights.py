@@ -804,6 +804,55 @@ def test_a_model_is_offloaded_once(tmp_path):
         nvmeio.torch.disk_offload(nn.Sequential(model), path, memory="1MiB")
 
 
+class Shared(nn.Module):
+    """Has a module twice, a weight and a buffer in two modules, and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.again = nn.BatchNorm1d(WIDTH)
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+        for each in (self.one, self.other):
+            each.register_buffer("scale", self.first.running_var)
+        self.register_buffer("own", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x):
+        x = self.one(self.first(x)) * self.one.scale + self.own
+        return self.other(self.again(x)) * self.other.scale
+
+
+@pytest.mark.parametrize("names", ["all", "first", "last"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_has_several_names_is_loaded_as_by_load_state_dict(tmp_path, names, device):
+    """Also where the file has several values for it, or one for what is not saved."""
+    torch.manual_seed(0)
+    resident = Shared().eval()
+    state = {
+        name: torch.rand_like(v) for name, v in resident.state_dict().items() if v.dim()
+    }
+    for name in ("again.weight", "again.bias", "again.running_mean"):
+        if names != "all":
+            del state[name if names == "first" else name.replace("again", "first")]
+    for kept, *others in [
+        ("one.weight", "other.weight"),
+        ("first.running_var", "again.running_var", "one.scale", "other.scale"),
+    ]:
+        for each in {"all": [], "first": others, "last": [kept, *others[:-1]]}[names]:
+            del state[each]
+    resident.load_state_dict(state, strict=False)
+    st.save_file({**state, "own": torch.zeros(WIDTH)}, tmp_path / "model.safetensors")
+    with torch.device(device):
+        model = Shared().eval()
+    if device == "meta":
+        model.own = torch.ones(WIDTH)
+        model.first.num_batches_tracked = torch.tensor(0)
+    with pytest.warns(RuntimeWarning, match="the model has no own, which"):
+        nvmeio.torch.disk_offload(model, tmp_path / "model.safetensors", memory="1MiB")
+    assert model.one.scale is model.other.scale is model.first.running_var
+    x = torch.randn(5, WIDTH)
+    assert torch.equal(model(x), resident(x))
+
+
 @pytest.mark.parametrize("change", ["cut", "rewritten", "unreadable"])
 def test_a_file_that_changes_gives_an_error_and_no_results(tmp_path, monkeypatch, change):
     model, path, x = made("linear", tmp_path)

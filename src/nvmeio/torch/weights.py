@@ -160,7 +160,12 @@ def disk_offload(
             del like
         else:
             tensors = source.tensors()
-            known = {name for kind in _KINDS for name, *_ in _named(model, kind)}
+            known = {
+                name
+                for kind in _KINDS
+                for name, module, slot, _ in _named(model, kind)
+                if _is_stored(module, slot)
+            }
             unused = [name for name in tensors if name not in known]
         offload = _Offload(model, source, tensors, limit, device, dtype, tables)
         offload.warn_of(unused)
@@ -408,10 +413,15 @@ def _owner(model: nn.Module) -> nn.Module:
 
 def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield the parameters or buffers of all modules, also those that are tied."""
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, value in getattr(module, kind).items():
             if value is not None:
                 yield f"{prefix}.{name}" if prefix else name, module, name, value
+
+
+def _is_stored(module: nn.Module, name: str) -> bool:
+    """Return whether ``load_state_dict`` loads a parameter or buffer of a module."""
+    return name not in module._non_persistent_buffers_set
 
 
 class _Offload:
@@ -453,20 +463,19 @@ class _Offload:
 
     def _find_weights(self) -> None:
         missing = []
-        for name, _, _, value in _named(self.model, "_parameters"):
-            if name in self.tensors and id(value) not in self.weights:
-                self.weights[id(value)] = self._checked(name, value)
-        for name, module, slot, value in _named(self.model, "_parameters"):
-            weight = self.weights.get(id(value))
-            if weight is not None:
-                self.slots.append((module, slot, weight))
-            elif value.is_meta:
-                missing.append(name)
-        for name, module, slot, value in _named(self.model, "_buffers"):
-            if name in self.tensors:
-                self.buffers.append((module, slot, self._checked(name, value)))
-            elif value.is_meta:
-                missing.append(name)
+        for kind, places in (("_parameters", self.slots), ("_buffers", self.buffers)):
+            found: dict[int, Weight] = {}
+            for name, module, slot, value in _named(self.model, kind):
+                # Of several names of one, the last is used, as by load_state_dict.
+                if name in self.tensors and _is_stored(module, slot):
+                    found[id(value)] = self._checked(name, value)
+            for name, module, slot, value in _named(self.model, kind):
+                if (weight := found.get(id(value))) is not None:
+                    places.append((module, slot, weight))
+                elif value.is_meta:
+                    missing.append(name)
+            if kind == "_parameters":
+                self.weights = found
         if missing:
             raise ValueError(
                 f"{self.source.path} lacks {some(missing)}, which the model has on the "
@@ -552,7 +561,7 @@ class _Offload:
 
     def begin(self) -> None:
         """Read the buffers, and then replace the parameters, which does not fail."""
-        buffers = [_read_now(weight) for *_, weight in self.buffers]
+        buffers = {weight: _read_now(weight) for *_, weight in self.buffers}
         made = {
             weight: DiskParameter.of(weight, self.store, self.rows.get(weight))
             for *_, weight in self.slots
@@ -560,8 +569,8 @@ class _Offload:
         self._move_rest()
         for module, slot, weight in self.slots:
             module._parameters[slot] = made[weight]
-        for (module, slot, _), value in zip(self.buffers, buffers, strict=True):
-            module._buffers[slot] = value
+        for module, slot, weight in self.buffers:
+            module._buffers[slot] = buffers[weight]
         _refresh(self.model)
         if self.experts:
             compute_by_expert(self.model)
