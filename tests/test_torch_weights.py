@@ -802,6 +802,8 @@ def test_a_model_is_offloaded_once(tmp_path):
     nvmeio.torch.disk_offload(model, path, memory="1MiB")
     with pytest.raises(ValueError, match="are on a drive already"):
         nvmeio.torch.disk_offload(nn.Sequential(model), path, memory="1MiB")
+    with pytest.raises(ValueError, match="are on a drive already"):
+        nvmeio.torch.disk_offload(model[0], path, memory="1MiB")
 
 
 class Shared(nn.Module):

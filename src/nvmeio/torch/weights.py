@@ -290,7 +290,8 @@ def _check_whole(model: nn.Module) -> None:
     """Refuse a model whose weights something else manages."""
     for name, module in model.named_modules():
         where = f"the module {name}" if name else "the model"
-        if hasattr(module, _ATTRIBUTE):
+        own = module._parameters.values()
+        if hasattr(module, _ATTRIBUTE) or any(type(each) is DiskParameter for each in own):
             raise ValueError("the weights of this model are on a drive already")
         if hasattr(module, "_hf_hook"):
             raise ValueError(
