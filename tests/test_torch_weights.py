@@ -399,11 +399,14 @@ def test_transforms_of_functions_give_the_same(tmp_path, transform):
 
 
 WRITES = {
-    "to": (lambda model, state: model.to(torch.float64), "converted"),
+    "to": (lambda model, state: model.to(torch.float64), "converted.*; name .* as dtype="),
     "half": (lambda model, state: model.half(), "converted"),
     "half of a part": (lambda model, state: model.embed.half(), "converted"),
     "to empty": (lambda model, state: model.to_empty(device="cpu"), "replaced"),
-    "to meta": (lambda model, state: model.to("meta"), "converted"),
+    "to meta": (
+        lambda model, state: model.to("meta"),
+        "moved from cpu to meta; name the device that computes as execution_device=",
+    ),
     "load": (lambda model, state: model.load_state_dict(state), "loaded"),
     "assign": (lambda model, state: model.load_state_dict(state, assign=True), "loaded"),
     "load a part": (
@@ -613,11 +616,22 @@ REFUSED = {
     "no module": ({"model": 3}, TypeError, "model is of type int; it must be a Module"),
     "dtype": ({"dtype": "float"}, TypeError, "dtype is 'float'; it must be a dtype"),
     "memory": ({"memory": "much"}, ValueError, "memory is 'much'"),
-    "another model": ({"model": nn.Linear(3, 3)}, ValueError, "has no parameter of the"),
+    "another model": (
+        {"model": nn.Linear(3, 3)},
+        ValueError,
+        r"has no parameter of the model; its names are 0\.bias, 0\.weight, .*, and the "
+        "model's weight, bias",
+    ),
+    "device": (
+        {"execution_device": "gpu"},
+        ValueError,
+        "execution_device is 'gpu', and torch knows no such device",
+    ),
     "missing": (
         {"model": nn.Sequential(nn.Linear(64, 64), nn.Bilinear(3, 3, 3, device="meta"))},
         ValueError,
-        r"lacks 1\.weight, 1\.bias, which the model has on the meta device",
+        r"lacks 1\.weight, 1\.bias, which the model has on the meta device; make the model "
+        r"in memory, or one of transformers by load_disk_offload\(\)",
     ),
     "shape": (
         {"model": nn.Sequential(nn.Linear(64, 65))},

@@ -4,6 +4,7 @@ They are tiny, with random weights, and are compared with the same models in mem
 compute with experts in the order of "eager".
 """
 
+import io
 import json
 import os
 import re
@@ -289,6 +290,8 @@ def test_experts_as_a_whole_need_room_for_all(folder):
         computed(model)
     model.set_experts_implementation("nvmeio")
     computed(model)
+    with pytest.raises(RuntimeError, match=r"such as torch\.save, needs more memory"):
+        torch.save(model.state_dict(), io.BytesIO())
 
 
 def trained(model, steps=10):

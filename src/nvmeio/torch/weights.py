@@ -264,7 +264,12 @@ def load_disk_offload(
 
 def _device_of(chosen: torch.device | str | int | None) -> torch.device:
     """Return the device that computes, with its number."""
-    device = torch.device("cpu" if chosen is None else chosen)
+    try:
+        device = torch.device("cpu" if chosen is None else chosen)
+    except RuntimeError as error:
+        raise ValueError(
+            f"execution_device is {chosen!r}, and torch knows no such device"
+        ) from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
@@ -480,10 +485,15 @@ class _Offload:
         if missing:
             raise ValueError(
                 f"{self.source.path} lacks {some(missing)}, which the model has on the "
-                "meta device"
+                "meta device; make the model in memory, or one of transformers by "
+                "load_disk_offload()"
             )
         if not self.slots:
-            raise ValueError(f"{self.source.path} has no parameter of the model")
+            own = [name for name, *_ in _named(self.model, "_parameters")]
+            raise ValueError(
+                f"{self.source.path} has no parameter of the model; its names are "
+                f"{some(list(self.tensors))}, and the model's {some(own)}"
+            )
 
     def warn_of(self, unused: Sequence[str]) -> None:
         """Warn of tensors of the checkpoint that the model does not have."""
@@ -729,9 +739,16 @@ def _apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> n
     for parameter in self.parameters():
         if type(parameter) is DiskParameter:
             made = fn(parameter)
-            if (made.dtype, made.device) != (parameter.dtype, parameter.device):
-                kept = f"{parameter.dtype} on {parameter.device}"
-                parameter._refuse(f"converted from {kept} to {made.dtype} on {made.device}")
+            if made.device != parameter.device:
+                parameter._refuse(
+                    f"moved from {parameter.device} to {made.device}",
+                    "name the device that computes as execution_device=, or ",
+                )
+            if made.dtype != parameter.dtype:
+                parameter._refuse(
+                    f"converted from {parameter.dtype} to {made.dtype}",
+                    "name the dtype as dtype=, or ",
+                )
             if made is not parameter:
                 parameter._refuse("replaced by another tensor")
     found: nn.Module = type(self)._apply(self, fn, recurse)

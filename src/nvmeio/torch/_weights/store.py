@@ -798,8 +798,9 @@ class Store:
             return RuntimeError(f"{words}; only its rows can be read, by an embedding")
         if wanted.parts and wanted.room > self.limit:
             return RuntimeError(
-                f"{words}; it has {len(wanted.parts)} experts, which are read one by one "
-                f"if the model's experts_implementation is {BY_EXPERT!r}"
+                f"{words}; it has {len(wanted.parts)} experts, which a forward pass reads "
+                f"one by one if the model's experts_implementation is {BY_EXPERT!r}; what "
+                "needs the whole, such as torch.save, needs more memory"
             )
         if not held:
             return RuntimeError(

@@ -212,9 +212,10 @@ class DiskParameter(torch.Tensor):  # type: ignore[misc]  # torch is Any here
             found.clear()
             raise error.with_traceback(None)  # noqa: B904  # the same error
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, remedy: str = "") -> None:
         raise RuntimeError(
-            f"the weight {self._weight.name} is on a drive, and cannot be {what}; {_REMEDY}"
+            f"the weight {self._weight.name} is on a drive, and cannot be {what}; "
+            f"{remedy}{_REMEDY}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
