@@ -133,7 +133,8 @@ def disk_offload(
     other parameters.  Buffers, and parameters that the checkpoint lacks, stay in memory.
 
     Between operations a parameter has its shape, dtype and device, and no values.
-    ``model.state_dict()`` has these parameters too; ``torch.save`` reads them.
+    ``model.state_dict()`` has these parameters too; ``torch.save`` reads all of them to
+    memory.
 
     Examples
     --------
