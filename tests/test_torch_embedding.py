@@ -94,6 +94,13 @@ def test_values_are_multiplied_by_scales(tmp_path, shape, kind):
         assert torch.equal(found(ids), expected[ids])
 
 
+def test_a_single_row_of_any_width_is_multiplied_by_its_scale(tmp_path):
+    values, scales = torch.randn(ROWS, 7).bfloat16(), torch.rand(ROWS)
+    st.save_file({"values": values, "scales": scales}, tmp_path / "table.safetensors")
+    found = nvmeio.torch.DiskEmbedding(tmp_path, "values", scales="scales")
+    assert torch.equal(found(torch.tensor(5)), values[5].float() * scales[5])
+
+
 def test_bad_arguments_are_refused(tmp_path):
     path = tmp_path / "table.safetensors"
     st.save_file(

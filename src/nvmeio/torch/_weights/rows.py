@@ -301,7 +301,8 @@ class Rows:
         if self.scales is None:
             return values.to(self.weight.dtype)
         shape = (count, -1) if self.scales.shape[1:] else (count, 1)
-        raw = np.ascontiguousarray(rows[:, width:])
+        # ascontiguousarray() would leave a single row its stride, which may be an odd one.
+        raw = rows[:, width:].copy()
         scales = torch.from_numpy(raw).view(self.scales.stored).view(shape).float()
         scaled = values.float().view(count, scales.shape[1], -1) * scales[:, :, None]
         return scaled.view_as(values).to(self.weight.dtype)
