@@ -363,6 +363,17 @@ def test_merging_an_adapter_is_refused_before_a_layer_changes(folder, merge, saf
     assert not any(getattr(each, "merged", False) for each in tuned.modules())
 
 
+@pytest.mark.parametrize("rows", [VOCABULARY - 10, VOCABULARY + 10])
+def test_resizing_embeddings_is_refused_before_anything_changes(folder, rows):
+    saved(folder, "Llama")
+    model = nvmeio.torch.load_disk_offload(folder, memory=LARGE)
+    expected = computed(model)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight is on a drive"):
+        model.resize_token_embeddings(rows)
+    assert model.config.vocab_size == model.lm_head.out_features == VOCABULARY
+    assert all(map(torch.equal, computed(model), expected))
+
+
 def train_in_bfloat16(folder):
     """Train all families in memory and on the drive; in a process of its own."""
     for family in FAMILIES:
