@@ -165,6 +165,15 @@ def test_what_a_container_gets_later_counts_too(add):
         require_linear(body, by_fields=False)
 
 
+def test_a_long_text_counts_each_time():
+    """Such as set() of it, or the hash of an object that has it."""
+    text = b"\x80\x04X\x40\x42\x0f\x00" + b"x" * 1_000_000 + b"q\x000"
+    calls = b"cbuiltins\nset\nq\x010" + b"h\x01h\x00\x85R0" * 1000 + b"N."
+    require_linear(text + calls, by_fields=False)
+    with pytest.raises(ValueError, match="arguments have more than 1000 parts"):
+        require_linear(text + 10 * calls[:-2] + b"N.", by_fields=False)
+
+
 def test_a_state_counts_where_objects_are_hashed_by_it():
     new, state = b"cm\nA\n)\x81", b"}X\x01\x00\x00\x00ah\x02sb"
     body = b"\x80\x04" + NESTED + b"}" + new + state + b"K\x00s."

@@ -9,12 +9,14 @@ import gc
 import importlib
 import inspect
 import os
+import pathlib
 import pickle
 import re
 import shutil
 import threading
 import time
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -606,6 +608,58 @@ def test_reading_changes_no_class(tmp_path, module, name):
     with contextlib.suppress(CheckpointException):
         load(tmp_path, {"y": torch.zeros(3)})
     assert not hasattr(kind, "evil")
+
+
+MEGABYTE = b"B\x40\x42\x0f\x00" + b"x" * 1_000_000
+LIST = b"](" + b"N" * 1000 + b"e"
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "calls"),
+    [
+        ("builtins\nbytearray", b"\x8a\x08" + (1 << 32).to_bytes(8, "little"), 1),
+        ("builtins\nbytearray", MEGABYTE, 2),
+        ("builtins\nbytearray", b"X\1\0\0\0xX\5\0\0\0utf-8\x86", 1),
+        ("builtins\nset", LIST, 20),
+        ("builtins\nfrozenset", LIST, 20),
+        ("torch\nSize", MEGABYTE, 2),
+        ("pathlib\nPosixPath", b"X" + MEGABYTE[1:], 2),
+        (
+            "collections\nOrderedDict",
+            b"}(" + b"".join(map(b"M%caN".__mod__, range(256))) + b"u",
+            20,
+        ),
+    ],
+    ids=lambda each: each.partition("\n")[2] if isinstance(each, str) else "",
+)
+def test_metadata_of_a_few_bytes_take_little_memory(tmp_path, name, members, calls):
+    arguments = members if members[-1:] == b"\x86" else members + b"\x85"
+    call = b"c%b\n" % name.encode() + b"h\x00R"
+    body = b"\x80\x04" + arguments + b"q\x000" + call * calls + b"."
+    (tmp_path / ".metadata").write_bytes(body)
+    with pytest.raises(pickle.UnpicklingError, match="more parts than it has bytes"):
+        FileSystemReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_containers_in_metadata_are_read(tmp_path, protocol):
+    save(tmp_path, {"y": torch.ones(3)})
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    found.planner_data = [
+        OrderedDict(a=1),
+        {1, 2},
+        frozenset("ab"),
+        torch.Size([3, 4]),
+        torch.Size([]),
+        pathlib.Path("a", "b"),
+        bytearray(),
+        bytearray(b"abc"),
+        slice(1, 2),
+        2j,
+    ]
+    text = pickle.dumps(found, protocol)
+    (tmp_path / ".metadata").write_bytes(text)
+    assert FileSystemReader(tmp_path).read_metadata().planner_data == found.planner_data
 
 
 def test_parts_of_tensors_with_one_hash_are_refused(tmp_path):

@@ -341,9 +341,7 @@ cdef class _Walk:
             return False
         elif code in (BININT1, SHORT_BINBYTES, SHORT_BINUNICODE, SHORT_BINSTRING):
             index = self.number(1)
-            if code != BININT1:
-                self.skip(index)
-            self.push_atom()
+            self.push_text(0 if code == BININT1 else self.skip(index), MOST)
         elif code in (NONE, NEWTRUE, NEWFALSE):
             self.push_atom()
         elif code in (EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, EMPTY_SET):
@@ -355,8 +353,7 @@ cdef class _Walk:
             self.skip(4)
             self.push_atom()
         elif code in (BINUNICODE, BINBYTES, BINSTRING):
-            self.skip(self.number(4))
-            self.push_atom()
+            self.push_text(self.skip(self.number(4)), MOST)
         elif code in (BINUNICODE8, BINBYTES8, BYTEARRAY8):
             index = self.number(8)
             # CPython allocates a bytearray before it reads, whatever length it claims.
@@ -365,8 +362,7 @@ cdef class _Walk:
                     f"it was truncated: a bytearray has {index} bytes, and "
                     f"{self.size - self.at} are left"
                 )
-            self.skip(index)
-            self.push_atom()
+            self.push_text(self.skip(index), MOST)
         elif code == BINFLOAT:
             self.skip(8)
             self.push_atom()

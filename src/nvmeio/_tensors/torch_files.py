@@ -232,7 +232,8 @@ class Reader(pickle.Unpickler):
             if name.startswith("_rebuild_parameter"):
                 return _parameter
         if (module, name) == ("torch", "Size"):
-            return tuple
+            # Not tuple: a few bytes could make large ones of the same text again and again.
+            return _parameter
         if module == "torch" and (
             name in _KINDS or name in SIZES or _BYTE_DTYPES.match(name)
         ):

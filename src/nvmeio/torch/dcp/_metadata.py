@@ -8,7 +8,8 @@ import logging
 import os
 import pathlib
 import pickle
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Sized
 from typing import IO, Any
 
 import torch
@@ -97,21 +98,41 @@ def _sealed(kind: Any) -> type:
     )
 
 
+# What is as large as its arguments.
+_MADE_OF_PARTS = {
+    "builtins": frozenset({"set", "frozenset", "bytearray"}),
+    "collections": frozenset({"OrderedDict"}),
+    "torch": frozenset({"Size"}),
+}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles ``.metadata``, and allows only classes that describe a checkpoint."""
-
-    _BUILTINS = frozenset({"set", "frozenset", "slice", "complex", "bytearray"})
-    _TORCH = frozenset({"Size", "device"})
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._made = 0
+        # Each object that is pickled brings its own parts, of a byte or more each.
+        self._parts_left = len(text)
         # A class of its own, because NEWOBJ takes nothing else.
         self._index = _Sealed("MetadataIndex", (_Index,), {"__new__": self._new_index})
 
     def _new_index(self, kind: type) -> object:
         self._made += 1
         return object.__new__(kind)
+
+    def _make(self, kind: Any, *arguments: Any) -> Any:
+        """Return an object; raise UnpicklingError if all have more parts than bytes.
+
+        So a number of bytes is refused, and a few bytes that name the same parts again and
+        again.  A bytearray may be made of text, but some encodings take long.
+        """
+        for each in arguments:
+            self._parts_left -= len(each) if isinstance(each, Sized) else 1 << 64
+        is_text = kind is bytearray and arguments[1:]
+        if self._parts_left < 0 or (is_text and arguments[1] != "latin-1"):
+            raise pickle.UnpicklingError("its objects have more parts than it has bytes")
+        return kind(*arguments)
 
     def load(self) -> Any:
         """Return the object in the file, with each MetadataIndex."""
@@ -139,9 +160,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class or function; raise UnpicklingError for others."""
+        if name in _MADE_OF_PARTS.get(module, ()):
+            kind = super().find_class(module, name)
+            return lambda *said: self._make(kind, *said)
         if module == "torch":
             found = getattr(torch, name, None)
-            if name in self._TORCH or isinstance(found, torch.dtype):
+            if name == "device" or isinstance(found, torch.dtype):
                 return found
         elif module == "torch.serialization" and name == "_get_layout":
             # Wrapped, because a pickle could change the function's defaults.
@@ -158,12 +182,10 @@ class _MetadataUnpickler(pickle.Unpickler):
                 return _sealed(found)  # type: ignore[arg-type]  # of a class
         elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
             return _sealed(filesystem._StorageInfo)
-        elif (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
         elif module in ("pathlib", "pathlib._local"):
             if name.endswith("Path"):
-                return lambda *parts: pathlib.Path(*parts)
-        elif module == "builtins" and name in self._BUILTINS:
+                return lambda *parts: self._make(pathlib.Path, *parts)
+        elif module == "builtins" and name in ("slice", "complex"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"it needs {module}.{name}, which is not part of a checkpoint's description; "
