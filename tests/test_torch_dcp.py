@@ -6,6 +6,7 @@ import enum
 import errno
 import fcntl
 import gc
+import glob
 import importlib
 import inspect
 import os
@@ -314,6 +315,36 @@ def test_whole_reads_are_not_all_in_memory_at_once(tmp_path, monkeypatch):
         assert len(sizes) == count
         assert max(sizes) <= limit
         sizes.clear()
+
+
+OPTIONS = {
+    "FileSystem": {"single_file_per_rank": False},
+    "HuggingFaceStorage": {"fqn_to_index_mapping": {f"{i}": i + 1 for i in range(10)}},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("count", [8, 30_000])
+def test_the_files_of_a_checkpoint_are_not_all_open_at_once(
+    tmp_path, monkeypatch, kind, count
+):
+    """Those of hundreds of ranks would be too many."""
+    state = {f"{i}": torch.full((count,), float(i)) for i in range(10)}
+    writer = getattr(ours, f"{kind}Writer")(str(tmp_path), **OPTIONS[kind])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    monkeypatch.setattr(_reading, "FILES_MAX", 4)
+    counts = []
+
+    class Watching(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item):
+            opened = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
+            counts.append(len({path for path in opened if str(tmp_path) in path}))
+            return super().resolve_tensor(read_item)
+
+    reader, found = getattr(ours, f"{kind}Reader")(str(tmp_path)), zeroed(state)
+    dcp.load(found, storage_reader=reader, planner=Watching(), no_dist=True)
+    assert same(found, state)
+    assert max(counts) == 4
 
 
 def test_saving_again_writes_new_files_and_removes_the_old_ones(tmp_path):

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
+    ReadItem,
 )
 from torch.futures import Future
 
@@ -33,7 +34,7 @@ from nvmeio._safetensors.file import ModelFile
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._reading import OfRanks, Parts
+from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files
 
 __all__ = [
     "SAVE_KEY",
@@ -176,11 +177,18 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
+        for items in by_files(plan.items, self.storage_data):
+            self._read_items(items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         with ExitStack() as stack:
             files: dict[str, ModelFile] = {}
             known: dict[tuple[str, str], Located] = {}
             with Parts(planner) as parts:
-                for item in plan.items:
+                for item in items:
                     name = item.storage_index.fqn
                     info = self.storage_data[item.storage_index]
                     path = info.relative_path
@@ -198,9 +206,6 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                 parts.finish()
             for file in files.values():
                 file.check_unchanged()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
 
 def _names_in(folder: str) -> list[str]:

@@ -7,12 +7,12 @@ import errno
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -27,6 +27,7 @@ from nvmeio._streams.pending import Pending
 from nvmeio._tensors.memory import freed_problem
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
+from nvmeio.safetensors._sharded import FILES_MAX
 from nvmeio.torch._bits import is_memory, is_plain
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
@@ -39,7 +40,7 @@ from nvmeio.torch.dcp._archives import (
 )
 from nvmeio.torch.dcp._metadata import read_with_digest
 
-__all__ = ["FileSystemReader", "OfRanks", "Parts", "target_of"]
+__all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "target_of"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
@@ -159,11 +160,27 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
-        with contextlib.ExitStack() as stack:
-            _Reading(self, plan.items, planner, stack).run()
+        for items in by_files(plan.items, self.storage_data):
+            with contextlib.ExitStack() as stack:
+                _Reading(self, items, planner, stack).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def by_files(
+    items: list[ReadItem], stored: Mapping[MetadataIndex, Any]
+) -> list[list[ReadItem]]:
+    """Return groups of items whose files can all be open at once, in the order of these."""
+    names: dict[str, int] = {}
+    groups: list[list[ReadItem]] = []
+    for item in items:
+        name = stored[item.storage_index].relative_path
+        group = names.setdefault(name, len(names)) // FILES_MAX
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(item)
+    return groups
 
 
 def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
