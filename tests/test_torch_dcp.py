@@ -317,6 +317,26 @@ def test_whole_reads_are_not_all_in_memory_at_once(tmp_path, monkeypatch):
         sizes.clear()
 
 
+def test_ends_of_tensors_are_not_all_in_memory_at_once(tmp_path, monkeypatch):
+    state = {f"{i}": torch.full((50_000,), float(i)) for i in range(10)}
+    save(tmp_path, state)
+    monkeypatch.setattr(_reading, "_ENDS_MAX", 4)
+    handle, counts = _reading.default_handle(), []
+
+    class Watched:
+        def read_many(self, parts):
+            counts.append(len(parts))
+            handle.read_many(parts)
+
+        def __getattr__(self, name):
+            return getattr(handle, name)
+
+    monkeypatch.setattr(_reading, "default_handle", Watched)
+    assert same(load(tmp_path, zeroed(state)), state)
+    # The head and the tail of each.
+    assert counts == [8, 8, 4]
+
+
 OPTIONS = {
     "FileSystem": {"single_file_per_rank": False},
     "HuggingFaceStorage": {"fqn_to_index_mapping": {f"{i}": i + 1 for i in range(10)}},

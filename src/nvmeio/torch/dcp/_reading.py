@@ -44,6 +44,8 @@ __all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "target_of"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
+# How many tensors are looked up at once, each with the ends of its blob in memory.
+_ENDS_MAX = 256
 # How many ranks, and groups of ranks, a message names.
 _KINDS_MAX = 8
 
@@ -368,6 +370,12 @@ class _Reading:
 
     def _located(self, blobs: list[_Blob]) -> dict[_Blob, Located]:
         """Find where the bytes of tensors begin, from the ends of the blobs."""
+        found: dict[_Blob, Located] = {}
+        for low in range(0, len(blobs), _ENDS_MAX):
+            found |= self._located_together(blobs[low : low + _ENDS_MAX])
+        return found
+
+    def _located_together(self, blobs: list[_Blob]) -> dict[_Blob, Located]:
         ends = {blob: (bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)) for blob in blobs}
         parts = []
         for blob, (head, tail) in ends.items():
