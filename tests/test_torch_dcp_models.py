@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -507,34 +508,46 @@ def test_files_of_failed_saves_are_removed_before_the_next_one_writes(tmp_path):
         assert len(list(tmp_path.glob(".shard-*"))) == 1
 
 
-@pytest.mark.parametrize("at", ["before the lock", "in the middle"])
+@pytest.mark.parametrize("at", ["before the lock", "in the middle", "before the index"])
 def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, at):
     """Wherever the first one is held, while the other one saves as far as it can."""
     seeds, held, goes_on = {1: [], 2: []}, threading.Event(), threading.Event()
     first = threading.local()
     alone, replace = _model_writing._alone_in, os.replace
+    write_index = HuggingFaceStorageWriter._write_index
 
     def hold():
         if getattr(first, "is_it", False):
             held.set()
             assert goes_on.wait(60)
 
-    def held_before(folder):
+    def held_before(*arguments):
         if at == "before the lock":
             hold()
-        return alone(folder)
+        return alone(*arguments)
 
     def held_between(*arguments):
         if at == "in the middle" and not held.is_set():
             hold()
         replace(*arguments)
 
+    def held_with_the_lock(*arguments):
+        if at == "before the index":
+            hold()
+        write_index(*arguments)
+
+    if at == "before the index":
+        # The other one does not wait for the lock, and has files of other names.
+        monkeypatch.setattr(_model_writing, "PATIENCE_S", 0)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "_write_index", held_with_the_lock)
     monkeypatch.setattr(_model_writing, "_alone_in", held_before)
     monkeypatch.setattr(_model_writing.os, "replace", held_between)
 
     def run(seed):
         first.is_it = seed == 1
         mapping = {name: number for number, name in enumerate(state_of(seed), 1)}
+        if at == "before the index" and seed == 2:
+            mapping = dict.fromkeys(mapping, 1)
         writer = HuggingFaceStorageWriter(str(tmp_path), mapping)
         try:
             dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
@@ -552,8 +565,31 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     assert not seeds[2]
     if at == "before the lock":
         assert "only one save may go on there" in str(seeds[1])
+    if at == "before the index":
+        assert "has begun meanwhile" in str(seeds[1])
+        assert {*json.loads((tmp_path / INDEX).read_text())["weight_map"].values()} == {
+            "model-00001-of-00001.safetensors"
+        }
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(_model_writing, "PATIENCE_S", 0)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        save(tmp_path, state_of(1))
+        assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+        # Nothing else keeps two saves without a claim apart.
+        writer = HuggingFaceStorageWriter(str(tmp_path))
+        with pytest.raises(FileExistsError, match="another program has locked the folder"):
+            dcp.save(
+                state_of(2), storage_writer=writer, no_dist=True, use_collectives=False
+            )
+    finally:
+        os.close(folder)
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
 
 
 def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):

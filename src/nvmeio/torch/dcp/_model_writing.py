@@ -182,7 +182,7 @@ thread_count_consolidation
         """Rename the files, write the index or join the parts, and remove old files."""
         try:
             # Only one save renames its files at a time, where the file system has locks.
-            with _alone_in(os.fspath(self.path)):
+            with _alone_in(os.fspath(self.path), self._save.claim):
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
@@ -224,16 +224,22 @@ thread_count_consolidation
                 os.path.join(folder, missing[0]),
             )
         for part in parts:
-            if self._save.claim is not None:
-                # Otherwise files of two saves would be mixed, and neither could be loaded.
-                self._save.claim.check()
+            self._check_claim()
             os.replace(os.path.join(folder, part), os.path.join(folder, _whole(part)))
         if self.sync_files:
             sync_folder(folder)
 
+    def _check_claim(self) -> None:
+        """Raise FileExistsError if a later save has begun.
+
+        Otherwise files of two saves would be mixed, and neither could be loaded.
+        """
+        if self._save.claim is not None:
+            self._save.claim.check()
+
     def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
         """Remove files of previous and unfinished saves, but no other files."""
-
+        self._check_claim()
         left = {n for n in os.listdir(folder) if _is_of_writer(n, prefix)} - names
         old = [name for name in left if _is_of_a_save(os.path.join(folder, name))]
         remove_unneeded(folder, old)
@@ -247,6 +253,7 @@ thread_count_consolidation
         index = {"metadata": {"total_size": total}, "weight_map": names}
         text = np.frombuffer(json.dumps(index, indent=2).encode(), np.uint8)
         path = os.path.join(folder, _hf_utils._metadata_fn)
+        self._check_claim()
         replace_file(text, path, sync=self.sync_files, read_only=True)
 
     def _consolidate(
@@ -297,16 +304,22 @@ thread_count_consolidation
 
 
 @contextlib.contextmanager
-def _alone_in(folder: str) -> Iterator[None]:
-    """Wait until no other save renames its files in a folder."""
+def _alone_in(folder: str, claim: Claim | None) -> Iterator[None]:
+    """Wait until no other save renames its files in a folder.
+
+    Whoever may read the folder can lock it, and would stop all saves.  So after the limit,
+    one with a claim goes on: the claim is checked before each step that others can see.
+    """
     with descriptors.opened(folder, descriptors.FOLDER) as descriptor:
         end = time.monotonic() + PATIENCE_S
         while not _is_locked(descriptor):
             if time.monotonic() > end:
+                if claim is not None:
+                    break
                 raise FileExistsError(
                     errno.EEXIST,
-                    f"another save renames its files for more than {PATIENCE_S} s; make "
-                    "one save at a time",
+                    f"another save renames its files for more than {PATIENCE_S} s, or "
+                    "another program has locked the folder; make one save at a time",
                     folder,
                 )
             time.sleep(0.01)
