@@ -45,6 +45,7 @@ from nvmeio.torch.dcp import (
     HuggingFaceStorageWriter,
     PoolStager,
     _reading,
+    _staging,
     _writing,
 )
 from ranks import together
@@ -936,6 +937,25 @@ def test_a_staged_state_is_independent_of_the_original(tmp_path, stager):
     assert not same(staged, state)
     assert staged["tied"].count_nonzero() > 1000
     assert len(staged["nested"]["list"]) == 3
+
+
+@pytest.mark.parametrize("pool", [0, 1 << 40], ids=["full", "free"])
+def test_memory_is_on_the_cpu_whatever_the_default_device(tmp_path, monkeypatch, pool):
+    def empty(*size, **options):
+        if not pool:
+            raise MemoryError
+        return nvmeio.torch.empty(*size, **options)
+
+    monkeypatch.setattr(_staging, "empty", empty)
+    state = state_of(1)
+    # Not the dtype of the file, so that another tensor is read into.
+    found = {"large": torch.zeros(300, 500, dtype=torch.float64)}
+    with torch.device("meta"):
+        staged = PoolStager().stage(state)
+        save(tmp_path, staged)
+        load(tmp_path, found)
+    assert same(staged, state)
+    assert torch.equal(found["large"], state["large"].double())
 
 
 def test_staged_memory_is_returned_to_the_pool(tmp_path):

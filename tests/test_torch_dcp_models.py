@@ -124,6 +124,15 @@ def test_parts_are_joined_into_whole_tensors(tmp_path):
     assert found == {}
 
 
+def test_parts_are_joined_on_the_cpu_whatever_the_default_device(tmp_path):
+    options = {"save_distributed": True, "enable_consolidation": True}
+    state = state_of(1)
+    with torch.device("meta"):
+        save(tmp_path, state, fqn_to_index_mapping=dict.fromkeys(state, 1), **options)
+    (whole,) = tmp_path.glob("model-*.safetensors")
+    assert same(safetensors.torch.load_file(whole), state)
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "writer", "reader"),
     [(3, 2, "nvmeio", "nvmeio"), (2, 1, "nvmeio", "torch"), (3, 2, "torch", "nvmeio")],

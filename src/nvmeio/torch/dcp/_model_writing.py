@@ -455,7 +455,7 @@ def _joined(
     placed: Mapping[str, Mapping[str, Any]],
 ) -> Bytes:
     """Read the parts of a tensor from files, and return the whole tensor's bytes."""
-    whole = torch.empty(tuple(about.size), dtype=about.properties.dtype)
+    whole = torch.empty(tuple(about.size), dtype=about.properties.dtype, device="cpu")
     there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     if overlap(about.chunks):
         raise RuntimeError(f"parts of tensor {name!r} overlap")

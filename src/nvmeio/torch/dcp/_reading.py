@@ -218,7 +218,7 @@ class Parts:
             if self._beside + nbytes > BESIDE_BYTES_MAX:
                 self.finish()
             self._beside += nbytes
-            read = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+            read = torch.empty(tuple(item.lengths), dtype=stored.dtype, device="cpu")
         elif target.nbytes:
             self._take(target.data_ptr(), target.nbytes)
         pairs = zip(item.storage_offsets, item.lengths, strict=True)

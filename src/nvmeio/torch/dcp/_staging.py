@@ -118,13 +118,13 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         try:
             copy = empty(nbytes, dtype=torch.uint8, pin_memory=self.pins)
         except MemoryError:
-            copy = torch.empty(nbytes, dtype=torch.uint8)
+            copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         found = copy.untyped_storage()
         if storage.device.type != "cpu":
             found.copy_(storage, non_blocking=non_blocking)
             if storage.device.type == "cuda":
                 self.devices.add(storage.device)
         elif nbytes:
-            source = torch.empty(0, dtype=torch.uint8).set_(storage)
+            source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             memcpy(copy, source)
         return found
