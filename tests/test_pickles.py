@@ -1,6 +1,7 @@
 """The check of pickles: hostile ones are refused, whatever opcodes they use."""
 
 import collections
+import functools
 import pickle
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import pairs_of_one_hash
+from nvmeio._cli.torch_files import ObjectReader
 from nvmeio._native.pickles import require_linear
+from nvmeio._tensors.torch_files import Reader, tensor_of, unpickled
 
 KEYS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(),
@@ -172,6 +175,22 @@ def test_a_long_text_counts_each_time():
     require_linear(text + calls, by_fields=False)
     with pytest.raises(ValueError, match="arguments have more than 1000 parts"):
         require_linear(text + 10 * calls[:-2] + b"N.", by_fields=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("_rebuild_tensor_v2", Reader),
+        ("_rebuild_tensor_v2", functools.partial(ObjectReader, {})),
+        ("_rebuild_tensor", functools.partial(ObjectReader, {})),
+    ],
+)
+def test_a_pickle_changes_no_function(name, reader):
+    """A state of two parts sets attributes, such as the defaults of arguments."""
+    state = {"__kwdefaults__": {"dtype": "float64"}}
+    body = b"ctorch._utils\n%b\n" % name.encode() + pickle.dumps((None, state))[2:-1]
+    unpickled(b"\x80\x04" + body + b"b.", reader)
+    assert tensor_of.__kwdefaults__ == {"dtype": None}
 
 
 def test_a_state_counts_where_objects_are_hashed_by_it():

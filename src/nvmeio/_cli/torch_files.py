@@ -26,6 +26,7 @@ from nvmeio._tensors.torch_files import (
     shape_of,
     tensor_of,
     unpickled,
+    wrapped,
 )
 
 __all__ = [
@@ -285,9 +286,9 @@ class ObjectReader(Reader):
     def find_class(self, module: str, name: str) -> Any:
         """Return a harmless replacement for a function or class of the pickle."""
         if module in _BUILDING and name in _BUILDERS:
-            return _BUILDERS[name]
+            return wrapped(_BUILDERS[name])
         if module == "torch.jit._pickle":
-            return _first
+            return wrapped(_first)
         found = super().find_class(module, name)
         if found is not Nothing:
             return found

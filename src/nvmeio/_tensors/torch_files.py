@@ -31,6 +31,7 @@ __all__ = [
     "storage_itemsize",
     "tensor_of",
     "unpickled",
+    "wrapped",
 ]
 
 _HEADER_BYTES = 30
@@ -209,6 +210,11 @@ class Nothing:
     append = extend = add = __setitem__ = _take
 
 
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a pickle's own, which could change its defaults."""
+    return lambda *said: function(*said)
+
+
 class Reader(pickle.Unpickler):
     """Finds the tensors of a pickle."""
 
@@ -226,14 +232,14 @@ class Reader(pickle.Unpickler):
             return collections.OrderedDict
         if module == "torch._utils":
             if name == "_rebuild_tensor_v2":
-                return tensor_of
+                return wrapped(tensor_of)
             if name == "_rebuild_tensor_v3":
-                return _tensor_of_dtype
+                return wrapped(_tensor_of_dtype)
             if name.startswith("_rebuild_parameter"):
-                return _parameter
+                return wrapped(_parameter)
         if (module, name) == ("torch", "Size"):
             # Not tuple: a few bytes could make large ones of the same text again and again.
-            return _parameter
+            return wrapped(_parameter)
         if module == "torch" and (
             name in _KINDS or name in SIZES or _BYTE_DTYPES.match(name)
         ):
