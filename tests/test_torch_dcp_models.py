@@ -3,6 +3,7 @@
 import copy
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -122,6 +123,23 @@ def test_parts_are_joined_into_whole_tensors(tmp_path):
         with safetensors.safe_open(folder / name, "pt") as file:
             assert file.metadata()["format"] == "pt"
     assert found == {}
+
+
+def test_files_of_parts_are_not_all_open_at_once(tmp_path, monkeypatch):
+    state = {f"{i}": torch.full((8,), float(i)) for i in range(10)}
+    mapping = {name: number for number, name in enumerate(state, 1)}
+    options = {"save_distributed": True, "enable_consolidation": True}
+    counts, read = [], _model_writing._joined
+
+    def joined(*arguments):
+        opened = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
+        counts.append(sum("/sharded/" in path for path in opened))
+        return read(*arguments)
+
+    monkeypatch.setattr(_model_writing, "_joined", joined)
+    save(tmp_path, state, fqn_to_index_mapping=mapping, **options)
+    assert counts == [0] * 10
+    assert same(load_sharded(tmp_path), state)
 
 
 def test_parts_are_joined_on_the_cpu_whatever_the_default_device(tmp_path):
@@ -484,7 +502,7 @@ def test_parts_that_do_not_fit_together_are_not_joined(begin, words):
     properties = TensorProperties(torch.float32)
     about = TensorStorageMetadata(properties, torch.Size([8]), chunks)
     with pytest.raises(RuntimeError, match=words):
-        _model_writing._joined("a", about, [], {}, {})
+        _model_writing._joined("a", about, [], {}, "")
 
 
 def test_parts_are_not_saved_as_whole_tensors(tmp_path):

@@ -34,16 +34,18 @@ from torch.futures import Future
 from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
+from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name, remove_left, temporary_name
-from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._tensors.dtypes import header_dtype, header_shape
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
+from nvmeio.safetensors._sharded import FILES_MAX
+from nvmeio.torch.dcp._archives import Located
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
 from nvmeio.torch.dcp._writing import (
     Claim,
@@ -271,28 +273,25 @@ thread_count_consolidation
         named: dict[str, list[Source]] = {}
         token = secrets.token_hex(4)
         parts_of: dict[str, str] = {}
-        with ExitStack() as stack:
-            files: dict[str, ModelFile] = {}
-            for name in {each.storage_data.relative_path for each in results}:
-                files[name] = opened(stack, os.path.join(folder, name))
-            placed = {
-                name: {tensor.name: tensor for tensor in file.layout.tensors}
-                for name, file in files.items()
-            }
-            for fqn, found in parts.items():
-                about = metadata.state_dict_metadata[fqn]
-                dtype = _header_dtype(about.properties.dtype)
-                shape = header_shape(dtype, tuple(about.size))
-                contents = functools.partial(_joined, fqn, about, found, files, placed)
-                name = _hf_utils._gen_file_name(mapping[fqn], highest)
-                named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
-            for name, sources in named.items():
-                parts_of[name] = temporary_name(name)
-                path = os.path.join(target, parts_of[name])
-                _create_like(path, os.path.join(target, name))
-                # transformers requires the key "format".
-                told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
-                save(sources, path, told, sync=self.sync_files)
+        placed: dict[str, dict[str, Located]] = {}
+        for name in {each.storage_data.relative_path for each in results}:
+            with ExitStack() as stack:
+                file = opened(stack, os.path.join(folder, name))
+                placed[name] = {e.name: stored_of(file, e) for e in file.layout.tensors}
+        for fqn, found in parts.items():
+            about = metadata.state_dict_metadata[fqn]
+            dtype = _header_dtype(about.properties.dtype)
+            shape = header_shape(dtype, tuple(about.size))
+            contents = functools.partial(_joined, fqn, about, found, placed, folder)
+            name = _hf_utils._gen_file_name(mapping[fqn], highest)
+            named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
+        for name, sources in named.items():
+            parts_of[name] = temporary_name(name)
+            path = os.path.join(target, parts_of[name])
+            _create_like(path, os.path.join(target, name))
+            # transformers requires the key "format".
+            told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
+            save(sources, path, told, sync=self.sync_files)
         self._give_names(target, parts_of.values())
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
@@ -451,8 +450,8 @@ def _joined(
     name: str,
     about: TensorStorageMetadata,
     parts: Iterable[WriteResult],
-    files: Mapping[str, ModelFile],
-    placed: Mapping[str, Mapping[str, Any]],
+    placed: Mapping[str, Mapping[str, Located]],
+    folder: str,
 ) -> Bytes:
     """Read the parts of a tensor from files, and return the whole tensor's bytes."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype, device="cpu")
@@ -465,13 +464,17 @@ def _joined(
         )
     items = []
     for each in parts:
-        file = files[each.storage_data.relative_path]
-        stored = stored_of(file, placed[each.storage_data.relative_path][each.index.fqn])
+        stored = placed[each.storage_data.relative_path][each.index.fqn]
         offsets = each.index.offset or (0,) * len(stored.shape)
         pairs = zip(offsets, stored.shape, strict=True)
         part = whole[tuple(slice(low, low + count) for low, count in pairs)]
         if part.numel():
-            items.append((part, file.file, stored.begin))
-    if items:
-        default_handle().read_many(items)
+            path = os.path.join(folder, each.storage_data.relative_path)
+            items.append((part, path, stored.begin))
+    for low in range(0, len(items), FILES_MAX):
+        with ExitStack() as stack:
+            default_handle().read_many(
+                (part, stack.enter_context(File(path)), begin)
+                for part, path, begin in items[low : low + FILES_MAX]
+            )
     return bytes_of(whole)
