@@ -178,7 +178,8 @@ def test_last_files_are_copied_last_and_unchanged_files_not_again(
     (tmp_path / "target" / "empty").unlink()
     (tmp_path / "target" / "__1_0.distcp").write_bytes(bytes(4 << 20))
     drain(source, tmp_path / "target", last=last).result()
-    assert watched[1].done == ["empty", "__1_0.distcp"]
+    # The last one goes before one that it marks is replaced.
+    assert watched[1].done == ["empty", "__1_0.distcp", ".metadata"]
     assert (tmp_path / "target" / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
 
 
@@ -850,6 +851,80 @@ def test_a_partly_replaced_copy_has_no_manifest(source, tmp_path, drain_with):
     failures = {"new": [OSError(errno.ENOSPC, "no room")]}
     assert drain_with(failures).exception()
     assert (target / ".metadata").read_bytes() == FILES[".metadata"]
+
+
+def test_a_copy_whose_last_file_cannot_be_written_stays_as_it_was(
+    source, tmp_path, drain_with
+):
+    target = tmp_path / "target"
+    drain(source, target).result()
+    (source / "new").write_bytes(b"of the second save")
+    (source / ".metadata").write_bytes(b"there is more")
+    told = drain_with({".metadata": [OSError(errno.ENOSPC, "no room")]}).exception()
+    assert told.errno == errno.ENOSPC
+    assert (target / ".metadata").read_bytes() == FILES[".metadata"]
+    # Not so if a file that it describes was replaced.
+    (source / "empty").write_bytes(b"no more")
+    assert drain_with({".metadata": [OSError(errno.ENOSPC, "no room")]}).exception()
+    assert not (target / ".metadata").exists()
+
+
+def test_a_last_file_that_was_half_written_over_is_removed(source, monkeypatch):
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    drain(source, "memory://half").result()
+    (source / ".metadata").write_bytes(b"there is more")
+
+    def refuse(writer, _):
+        assert system.exists(writer.target)
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(_places._RemoteWriter, "write", refuse)
+    with pytest.raises(OSError, match=r"no .while it is copied"):
+        drain(source, "memory://half", retries=0).result()
+    assert {*system.find("/half")} == {f"/half/{name}" for name in FILES} - {
+        "/half/.metadata"
+    }
+    system.store.clear()
+
+
+def test_a_last_file_goes_before_an_earlier_one_is_replaced(source, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    drain(source, target, last=("empty", ".metadata")).result()
+    (source / "empty").write_bytes(b"no more")
+    found = []
+    commit = _places._FolderWriter.commit
+
+    def look(writer):
+        found.append((os.path.basename(writer.target), (target / ".metadata").exists()))
+        commit(writer)
+
+    monkeypatch.setattr(_places._FolderWriter, "commit", look)
+    drain(source, target, last=("empty", ".metadata")).result()
+    assert found == [("empty", False), (".metadata", False)]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_a_file_that_cannot_be_read_back_is_not_taken_for_another(
+    source, tmp_path, watched, monkeypatch, name
+):
+    drain(source, tmp_path / "target").result()
+    read, failures = _places.Folder.read, []
+
+    def fail(place, which):
+        if which == name and failures:
+            raise failures.pop()
+        return read(place, which)
+
+    monkeypatch.setattr(_places.Folder, "read", fail)
+    failures[:] = [TimeoutError(errno.ETIMEDOUT, "no answer")] * 2
+    drain(source, tmp_path / "target").result()
+    assert not failures
+    failures[:] = [TimeoutError(errno.ETIMEDOUT, "no answer")]
+    with pytest.raises(TimeoutError, match=f"no answer .*target/{name}"):
+        drain(source, tmp_path / "target", retries=0).result()
+    assert [each.done for each in watched[1:]] == [[], []]
+    assert (tmp_path / "target" / ".metadata").read_bytes() == FILES[".metadata"]
 
 
 def test_a_step_is_replaced_during_its_drain(tmp_path, monkeypatch, copies):

@@ -1,6 +1,5 @@
 """Copy folders to other storage in the background, verified, the `last` files last."""
 
-import contextlib
 import errno
 import fnmatch
 import functools
@@ -108,7 +107,8 @@ def drain(
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
-    target are removed, so that the target never looks complete when it is not.
+    target that come after it are removed, so that the target never looks complete when it
+    is not.  A drain that fails before it replaces a file leaves an older copy complete.
 
     Errors that a retry will not cure (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENOTDIR,
     ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
@@ -170,7 +170,8 @@ class Drain:
                 )
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
-        self._last_removed = False
+        # Those that the target may still have from before.
+        self._old_last = set(self.last)
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -250,9 +251,9 @@ class Drain:
                 self._settle()
             self._look_at_source()
         except BaseException:
-            # Remove the last files again, because they would mark the copy as complete.
-            self._last_removed = False
-            self._remove_last()
+            # Those that were written would mark the copy as complete.  Old ones fit what is
+            # there, or they would have been removed.
+            self._remove([name for name in self.last if name not in self._old_last])
             raise
 
     def _look_at_source(self) -> None:
@@ -320,9 +321,13 @@ class Drain:
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
-            if there is not None and name not in self.last:
-                self._remove_last()
+            if there is not None:
+                # Those that come after it describe the bytes that it had.
+                begin = self.last.index(name) + 1 if name in self.last else 0
+                self._remove_old_last(self.last[begin:])
             with self.place.writing(name) as writer:
+                if self.place.names_at_once:
+                    self._old_last.discard(name)
                 expected = 0
                 for piece in pieces_of(file, size):
                     self._throttle(piece)
@@ -338,23 +343,24 @@ class Drain:
                         f"{nbytes} with {found:08x} were read back"
                     )
                 writer.commit()
+                self._old_last.discard(name)
 
-    def _remove_last(self) -> None:
-        """Remove the `last` files of the target, which mark it as complete, once."""
+    def _remove_old_last(self, names: Iterable[str]) -> None:
+        """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
-            if self._last_removed:
-                return
-            for name in self.last:
-                self.place.remove(name)
-            for folder in {os.path.dirname(name) for name in self.last}:
-                self.place.settle(folder)
-            self._last_removed = True
+            old = self._old_last.intersection(names)
+            self._remove(old)
+            self._old_last -= old
+
+    def _remove(self, names: Collection[str]) -> None:
+        for name in names:
+            self.place.remove(name)
+        for folder in {os.path.dirname(name) for name in names}:
+            self.place.settle(folder)
 
     def _is_there(self, name: str, file: File, size: int) -> bool:
         """Return whether the target already has this file, with the same checksum."""
-        with contextlib.suppress(OSError):
-            return self._sum(self.place.read(name)) == self._sum(pieces_of(file, size))
-        return False
+        return self._sum(self.place.read(name)) == self._sum(pieces_of(file, size))
 
     def _sum(self, pieces: Iterable[Bytes]) -> tuple[int, int]:
         checksum = nbytes = 0

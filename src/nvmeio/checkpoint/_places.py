@@ -51,6 +51,8 @@ class Writer(Protocol):
 class Place(Protocol):
     """Files below a folder, local or remote; names are relative, with slashes."""
 
+    names_at_once: bool  # a file has its name while it is written, not from commit() on
+
     @property
     def root(self) -> str:
         """The folder's path or URL, for messages."""
@@ -122,6 +124,8 @@ class Folder:
 
     With `shown`, it is the unfinished folder of that path, which messages name.
     """
+
+    names_at_once = False
 
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
@@ -213,6 +217,8 @@ def _read_anew(file: File) -> Iterator[Bytes]:
 
 class Remote:
     """A folder of a file system of fsspec, without locks and renames."""
+
+    names_at_once = True
 
     def __init__(self, connect: Callable[[], tuple[Any, str]], root: str) -> None:
         self.root = root
