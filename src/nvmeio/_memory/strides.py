@@ -48,8 +48,8 @@ def parts_of(
 
     Each comes with the index of its first element, counted from ``origin``.
     """
-    if array.ndim == 1:
-        yield array[begin:end], origin + begin
+    if array.ndim <= 1:
+        yield array[begin:end] if array.ndim else array, origin + begin
         return
     row = math.prod(array.shape[1:])
     first, last = -(-begin // row), end // row
