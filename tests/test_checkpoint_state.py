@@ -27,6 +27,7 @@ import nvmeio.torch
 from model_samples import TORCH_DTYPES, filled
 from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio._tensors import memory
+from nvmeio._tensors.sharing import start_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._tree import DEPTH_MAX
 from trainings import FORMS, KINDS, new_training, steps
@@ -149,6 +150,32 @@ def test_arrays_are_restored(checkpointer, array, way):
     assert found.flags.writeable
 
 
+def empty_like(value):
+    """Return other memory of a shape and dtype, in C order."""
+    if isinstance(value, np.ndarray):
+        return np.empty(value.shape, value.dtype)
+    return torch.empty(value.shape, dtype=value.dtype)
+
+
+TABLE = torch.arange(6000.0).view(20, 30, 10)
+PAIRS = torch.view_as_complex(TABLE.double().reshape(10, 20, 15, 2))
+TIED = {
+    name: (view, view.detach() if isinstance(view, torch.Tensor) else view[:])
+    for name, view in {
+        "column": TABLE[:, 5, 3],
+        "turned": TABLE.permute(2, 0, 1)[3:5, :, ::2],
+        "bfloat16": TABLE.bfloat16()[:, :, 4:6].transpose(0, 1),
+        "pairs": PAIRS[:, :, 4:6].permute(1, 2, 0),
+        "conjugate": PAIRS[:, :, 4:6].mT.conj(),
+        "negative": PAIRS[..., 2].conj().imag,
+        "array": TABLE.numpy()[:, 5, 3],
+        "array backwards": TABLE.numpy().T[3:5, ::-1, ::-2],
+        "array of dates": np.arange(12).astype("M8[s]").reshape(3, 4).T[1:3],
+    }.items()
+}
+TIED["array and tensor"] = (TABLE.numpy()[:, 5:7].T, TABLE[:, 5:7].permute(2, 1, 0))
+
+
 @pytest.mark.parametrize("way", ["save", "staged", "unstaged"])
 class TestShared:
     """Tensors that share memory share it after restore, and save only their own bytes."""
@@ -197,6 +224,26 @@ class TestShared:
         assert all(np.array_equal(np.asarray(found[n]), dense[n]) for n in dense)
         total = sum(each.nbytes for each in self.stored(checkpointer).values())
         assert total == sum(each.nbytes for each in dense.values())
+
+    @pytest.mark.parametrize("name", TIED)
+    def test_a_strided_view_that_is_there_twice_saves_only_its_elements(
+        self, checkpointer, way, name
+    ):
+        view, other = TIED[name]
+        state = {"a": view, "list": [view, other]}
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        (stored,) = self.stored(checkpointer).values()
+        assert stored.nbytes == view.nbytes
+        (alone,) = checkpointer.restore(1, names=["a"]).values()
+        assert same(alone, view)
+        parts = [found["a"], *found["list"]]
+        assert {start_of(each) for each in parts} == {start_of(found["a"])}
+        for each, source in zip([alone, *parts], [view, view, *state["list"]], strict=True):
+            strides = each.strides if isinstance(each, np.ndarray) else each.stride()
+            assert strides == dense_strides(source)
+        into = {"a": empty_like(view), "list": [empty_like(view), empty_like(other)]}
+        assert same(checkpointer.restore(1, into=into), state)
 
     def test_views_of_other_dtypes(self, checkpointer, way):
         base = torch.arange(101, dtype=torch.uint8)

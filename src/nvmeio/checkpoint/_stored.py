@@ -1,12 +1,14 @@
 """Decide which tensors of a safetensors file store the tensors and arrays of a state.
 
 Those that share memory are stored once.  If one of them covers all the others, it is
-stored, and the others become views of it.  Else their memory is stored as bytes, and all
-become views of that.  A view that shares memory with no other part of the state is stored
-alone, with only its own elements, in C order; its node has its strides if they are others.
+stored, and the others become views of it.  If all are the same elements, these are stored
+without what is between them.  Else their memory is stored as bytes, and all become views of
+that.  A view that shares memory with no other part of the state is stored alone, with only
+its own elements, in C order; its node has its strides if they are others.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,6 +75,8 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
     for group in sharing([place for place in places if place.low < place.high]):
         if len(group) == 1 and not _is_expanded(group[0]):
             alone.append(group[0].leaf)
+        elif _nbytes(group[0]) < group[0].high - group[0].low and _are_one(group):
+            found.append(_tied(group, namer))
         else:
             found.append(_shared(group, namer))
     found.extend(_alone(leaf, namer) for leaf in alone)
@@ -81,11 +85,36 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
 
 def _is_expanded(place: Place) -> bool:
     """Return whether several elements of a leaf share memory."""
-    value = place.value
-    return (
-        int(np.prod(value.shape, dtype=object)) * itemsize_of(value)
-        > place.high - place.low
-    )
+    return _nbytes(place) > place.high - place.low
+
+
+def _nbytes(place: Place) -> int:
+    count: int = math.prod(place.value.shape)
+    return count * itemsize_of(place.value)
+
+
+def _are_one(group: list[Place]) -> bool:
+    """Return whether all leaves are the same elements, with the same shape and dtype."""
+    found = {
+        (each.low, each.strides, tuple(value.shape), _dtype_name(value), *_lazy(value))
+        for each in group
+        for value in [each.value]
+    }
+    return len(found) == 1
+
+
+def _tied(group: list[Place], namer: "_Namer") -> Stored:
+    """Store the elements that all leaves have, in their order in memory."""
+    leaf, value = group[0].leaf, group[0].value
+    shape = tuple(value.shape)
+    strides = _dense_strides(value) or c_strides(shape, itemsize_of(value))
+    order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
+    turned = value.transpose(order) if is_array(value) else value.permute(order)
+    stored = _alone(leaf._replace(value=turned, node={}), namer)
+    for each in group:
+        _describe(each.leaf, stored.name)
+        _describe_view(each, 0, strides)
+    return stored._replace(places=_furthest(group))
 
 
 def _check(leaf: Leaf) -> None:
@@ -191,15 +220,22 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
                 if word in whole.leaf.node:
                     node[word] = whole.leaf.node[word]
             continue
-        strides = list(each.strides)
-        node["view"] = {"offset": start_of(value) - low, "strides": strides}
-        _name_dtype(node, value)
-        node["shape"] = list(value.shape)
-        lazy = () if is_array(value) else ("conj", "neg")
-        for word in lazy:
-            if getattr(value, f"is_{word}")():
-                node["view"][word] = True
+        _describe_view(each, start_of(value) - low, each.strides)
+        for word in _lazy(value):
+            node["view"][word] = True
     return stored
+
+
+def _lazy(value: Any) -> list[str]:
+    words = () if is_array(value) else ("conj", "neg")
+    return [word for word in words if getattr(value, f"is_{word}")()]
+
+
+def _describe_view(place: Place, offset: int, strides: Sequence[int]) -> None:
+    node = place.leaf.node
+    node["view"] = {"offset": offset, "strides": list(strides)}
+    _name_dtype(node, place.value)
+    node["shape"] = list(place.value.shape)
 
 
 def _furthest(group: list[Place]) -> tuple[Place, ...]:
