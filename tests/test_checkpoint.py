@@ -1,5 +1,6 @@
 """Checkpointer: steps, damage, asynchronous saves, locks and durability."""
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -1228,11 +1229,24 @@ class TestInBetween:
         assert "a checkpoint was not saved" in notes[0]
 
 
-def test_restoring_near_the_recursion_limit_takes_the_newest_step(checkpointer):
+def with_versions(value):
+    found = collections.OrderedDict({1: value})
+    found._metadata = {"v": 1}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nested", "levels"),
+    [(lambda value: {"deeper": value}, 90), (with_versions, 70)],
+    ids=["dict", "OrderedDict with _metadata"],
+)
+def test_restoring_near_the_recursion_limit_takes_the_newest_step(
+    checkpointer, nested, levels
+):
     """A RecursionError must not count as damage of the newest step."""
     state = 0
-    for _ in range(90):
-        state = {"deeper": state}
+    for _ in range(levels):
+        state = nested(state)
     for step in (1, 2):
         checkpointer.save(step, [step, state])
 

@@ -56,8 +56,8 @@ BLOCK_BYTES = 8 << 20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SUM = re.compile(r"[0-9a-f]{8}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-# An OrderedDict with keys of type int takes four levels of JSON.
-_DEPTH_MAX = 4 * DEPTH_MAX + 10
+# An OrderedDict with _metadata and with keys of type int takes six levels of JSON.
+_DEPTH_MAX = 6 * DEPTH_MAX + 10
 
 
 class Record(NamedTuple):
