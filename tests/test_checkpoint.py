@@ -1789,3 +1789,17 @@ def test_the_later_save_of_a_step_has_the_greater_identity():
     saved = ["2026-01-01T10:00:00.000000+09:00", "2026-01-01T02:00:00.000000+00:00"]
     found = [_manifest.Manifest(1, when, None, 0, {}).identity for when in saved]
     assert found[0] < found[1]
+
+
+def test_a_pipe_that_is_open_for_writing_names_no_step(tmp_path):
+    saver = Checkpointer(tmp_path)
+    saver.save(1, "a")
+    (tmp_path / ".nvmeio-latest").unlink()
+    os.mkfifo(tmp_path / ".nvmeio-latest")
+    descriptor = os.open(tmp_path / ".nvmeio-latest", os.O_RDWR)
+    try:
+        assert (saver.restore(), saver.latest()) == ("a", 1)
+        saver.save(2, "b")
+        assert saver.steps() == [1, 2]
+    finally:
+        os.close(descriptor)

@@ -278,6 +278,7 @@ def _beginning(path: str, nbytes: int) -> bytes:
             errno.ELOOP,
             errno.EISDIR,
             errno.ENXIO,
+            errno.EAGAIN,  # a FIFO that is open for writing
         ):
             return b""
         if error.errno == errno.EACCES and _is_anothers(path):
