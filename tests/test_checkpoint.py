@@ -1335,12 +1335,12 @@ class TestLocks:
             checkpointer.save(1, 1)
             set_aside, held = _roots.set_aside, []
 
-            def set_aside_late(folder, first):
+            def set_aside_late(folder, *how):
                 path = os.path.join(folder, "manifest.json")
                 with open(path) as manifest, pytest.raises(BlockingIOError):
                     fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 held.append(folder)
-                set_aside(folder, first)
+                set_aside(folder, *how)
 
             monkeypatch.setattr(_roots, "set_aside", set_aside_late)
             checkpointer.save(2, 2)

@@ -450,6 +450,31 @@ def test_a_folder_that_is_filled_during_a_save_comes_back(tmp_path, monkeypatch)
     assert not [*tmp_path.glob(".step*")]
 
 
+@pytest.mark.parametrize("how", ["remove", "prune"])
+def test_a_step_that_another_program_writes_to_is_not_removed(tmp_path, far, how):
+    save(tmp_path / "near", far, 1, 2)
+    before = contents(far)
+    saver = Checkpointer(tmp_path / "near", keep=1, drain_to=far)
+    target, lock = tmp_path / "near" / "step-1", saver._steps.root.lock
+    require = lock.require
+
+    def late():
+        # After the step was looked at.
+        (target / "notes.txt").write_text("precious")
+        require()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "require", late)
+        if how == "remove":
+            with pytest.raises(FileExistsError, match=r"not removed, .*notes\.txt"):
+                saver.remove(1)
+        else:
+            assert saver.prune() == []
+    assert contents(target)["notes.txt"] == b"precious"
+    assert value(saver.restore(1)) == 1
+    assert contents(far) == before
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "other bytes"])
 def test_a_damaged_step_is_replaced(tmp_path, name, damage):
@@ -1151,10 +1176,10 @@ def test_an_empty_manifest_does_not_hide_the_copy_before_it(tmp_path, shelf):
 def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
     set_aside = _roots.set_aside
 
-    def refused(folder, first):
+    def refused(folder, *how):
         if folder.endswith("step-1"):
             raise OSError(errno.EPERM, "Operation not permitted", folder)
-        set_aside(folder, first)
+        set_aside(folder, *how)
 
     with Checkpointer(tmp_path / "near", keep=1) as saver:
         saver.save(1, 1)
@@ -1171,7 +1196,7 @@ def test_warnings_that_are_errors_fail_no_save(tmp_path, monkeypatch, way):
     set_aside, raised = _roots.set_aside, []
     monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(told.exc_value))
 
-    def refused(folder, first):
+    def refused(folder, *how):
         raise OSError(errno.EPERM, "Operation not permitted", folder)
 
     with Checkpointer(tmp_path / "near", keep=1, drain_to=tmp_path / "far") as saver:
@@ -1251,10 +1276,10 @@ def test_a_step_that_another_removes_meanwhile_is_gone(tmp_path, monkeypatch):
     """Such as a copy that the thread that copies has pruned."""
     set_aside = _roots.set_aside
 
-    def late(folder, first):
+    def late(folder, *how):
         if folder.endswith("step-1") and "far" in folder:
             shutil.rmtree(folder)
-        set_aside(folder, first)
+        set_aside(folder, *how)
 
     near, far = tmp_path / "near", tmp_path / "far"
     save(near, far, 1, 2)

@@ -183,8 +183,10 @@ def sync_below(folder: str) -> None:
                     sync_file(entry.path, os.O_WRONLY)
 
 
-def set_aside(folder: str, first: str) -> None:
+def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
     """Remove a folder, whose name disappears in one step.
+
+    It gets its name back if `check` raises an error for the temporary name.
 
     Where that cannot be, as in a lower layer of overlayfs, or on a full btrfs, where a new
     name takes space, its file `first` goes first.
@@ -199,6 +201,11 @@ def set_aside(folder: str, first: str) -> None:
                 os.unlink(os.path.join(folder, first))
             remove_tree(folder)
         else:
+            try:
+                check(left)
+            except BaseException:
+                os.rename(left, folder)
+                raise
             discard(left)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -590,7 +591,9 @@ class Root:
                 self.removed.add(step)
                 self._complete.pop(step, None)
                 try:
-                    set_aside(folder, MANIFEST)
+                    # Another program may have written there meanwhile.
+                    check = functools.partial(require_ours, folder, doing="removed")
+                    set_aside(folder, MANIFEST, check)
                 except FileNotFoundError:
                     if exists_now(folder):
                         raise
