@@ -306,8 +306,8 @@ thread_count_consolidation
 def _alone_in(folder: str, claim: Claim | None) -> Iterator[None]:
     """Wait until no other save renames its files in a folder.
 
-    Whoever may read the folder can lock it, and would stop all saves.  So after the limit,
-    one with a claim goes on: the claim is checked before each step that others can see.
+    Users who may only read the folder can lock it too, and must not stop a save.  So a save
+    that has a claim goes on after the limit, and checks it before each step others can see.
     """
     with descriptors.opened(folder, descriptors.FOLDER) as descriptor:
         end = time.monotonic() + PATIENCE_S
