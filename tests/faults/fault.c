@@ -233,7 +233,7 @@ bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *number)
 
 void nvmeio_fault_pause(const char *call, bool after)
 {
-    int error = errno;
+    int error = errno, cancelling;
     uint64_t number;
 
     pthread_once(&once, read_environment);
@@ -243,9 +243,11 @@ void nvmeio_fault_pause(const char *call, bool after)
         struct timespec left = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
         atomic_store(&paused_after, after);
         atomic_store(&paused_at, call);
-        /* Signals do not shorten it. */
+        /* Signals do not shorten it. It is no cancellation point, as a lock is none. */
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
         while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
             ;
+        pthread_setcancelstate(cancelling, NULL);
     }
     errno = error;
 }
