@@ -849,11 +849,13 @@ import nvmeio.checkpoint, threading
 saver = nvmeio.checkpoint.Checkpointer("run", drain_to="far")
 saver.save(1, 1)
 saver.drained.result()
-start = threading._start_new_thread
+# From Python 3.13 on it has another name.
+name = next(n for n in ("_start_joinable_thread", "_start_new_thread") if hasattr(threading, n))
+start = getattr(threading, name)
 def interrupted(*_, **__):
-    threading._start_new_thread = start
+    setattr(threading, name, start)
     raise KeyboardInterrupt
-threading._start_new_thread = interrupted
+setattr(threading, name, interrupted)
 try:
     if {call!r} == "save_async":
         saver.save_async(2, 2)
