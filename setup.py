@@ -3,8 +3,7 @@
 Options come from the environment: NVMEIO_WITH_LIBURING and NVMEIO_WITH_OPENMP (auto, yes
 or no; of OpenMP also find: at run time), NVMEIO_LIBURING (a configured source tree of
 liburing, which is compiled in), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
-docs/reliability.md), NVMEIO_FREE_THREADING=1 (docs/design.md), and CC, CFLAGS and LDFLAGS
-as usual.
+docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
 
@@ -32,10 +31,8 @@ from setuptools.errors import OptionError, PlatformError
 from setuptools.modified import newer, newer_group
 
 VERSION = re.search('NVMEIO_VERSION "(.+)"', Path("include/nvmeio/base.h").read_text())[1]
-SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD", "NVMEIO_FREE_THREADING")
-DEBUG, TEST_BUILD, FREE_THREADING = (
-    os.environ.get(name, "0") not in ("", "0") for name in SWITCHES
-)
+SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
+DEBUG, TEST_BUILD = (os.environ.get(name, "0") not in ("", "0") for name in SWITCHES)
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
 DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
 RELEASE_FLAGS = []
@@ -50,9 +47,8 @@ if TEST_BUILD:  # these macros make headers bypass the calls that inject faults
 # The other formats put the signature into the visible docstring.
 DIRECTIVES = {"language_level": 3, "binding": True, "embedsignature": True}
 DIRECTIVES |= {"embedsignature.format": "clinic", "auto_pickle": False}
-# Not by default: docs/design.md says what is missing.
-if FREE_THREADING:
-    DIRECTIVES |= {"freethreading_compatible": True}
+# Otherwise a Python without a GIL switches it on.
+DIRECTIVES |= {"freethreading_compatible": True}
 
 
 class Feature(NamedTuple):
@@ -266,9 +262,10 @@ class BuildModules(build_ext):
     def build_extensions(self):
         library = self.get_finalized_command("build_clib")
         openmp_flags = library.features["openmp"]["flags"]
-        folder = "build/cython-free-threading" if FREE_THREADING else "build/cython"
-        options = {"build_dir": folder, "include_path": ["src"], "quiet": True}
-        written = [Path(folder, *e.sources).with_suffix(".c") for e in self.extensions]
+        options = {"build_dir": "build/cython", "include_path": ["src"], "quiet": True}
+        written = [
+            Path("build/cython", *e.sources).with_suffix(".c") for e in self.extensions
+        ]
         outdated = any(newer("setup.py", path) for path in written if path.exists())
         options |= {"compiler_directives": DIRECTIVES, "force": self.force or outdated}
         generated = {e.name: e.sources for e in cythonize(self.extensions, **options)}

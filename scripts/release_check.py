@@ -17,7 +17,7 @@ MAKE = ("make", "-s", "--no-print-directory")
 MACHINES = ("x86_64", "aarch64")
 # What a wheel is made of.
 SOURCES = ("src", "include", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.13t")
 # CPU time, because a busy machine changes it less.
 IMPORT_S_MAX = 0.025
 INSTALL_S_MAX = 2.0
@@ -70,6 +70,8 @@ def check_classifiers() -> Iterator[str]:
     """Compare the Pythons of the classifiers with those of the wheels."""
     text = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    without_gil = "Programming Language :: Python :: Free Threading" in text
+    found += ["3.13t"] if without_gil else []
     if found != [*PYTHONS]:
         raise NotReadyError(
             f"classifiers: {', '.join(found)}; wheels: {', '.join(PYTHONS)}"

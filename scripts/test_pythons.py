@@ -106,10 +106,7 @@ def prepare(version: str, program: str) -> list[str]:
         f"build_temp={folder}/build/objects\n[egg_info]\negg_base={folder}/build\n"
     )
     command = [python, *PIP, "--no-build-isolation", "--no-deps", "--force-reinstall", "."]
-    options = {"DIST_EXTRA_CONFIG": str(config)}
-    # Otherwise Python switches the GIL on.
-    options |= {"NVMEIO_FREE_THREADING": "1"} if version.endswith("t") else {}
-    if run(command, log, env={**os.environ, **options}):
+    if run(command, log, env={**os.environ, "DIST_EXTRA_CONFIG": str(config)}):
         raise SystemExit(log.read_text())
     return missing
 
