@@ -850,7 +850,8 @@ saver = nvmeio.checkpoint.Checkpointer("run", drain_to="far")
 saver.save(1, 1)
 saver.drained.result()
 # From Python 3.13 on it has another name.
-name = next(n for n in ("_start_joinable_thread", "_start_new_thread") if hasattr(threading, n))
+names = ("_start_joinable_thread", "_start_new_thread")
+name = next(name for name in names if hasattr(threading, name))
 start = getattr(threading, name)
 def interrupted(*_, **__):
     setattr(threading, name, start)
