@@ -231,6 +231,44 @@ def test_a_model_has_more_files_than_are_opened_together(tmp_path, monkeypatch):
     assert moved.direct == moved.buffered == 0
 
 
+def test_of_more_files_than_are_opened_together_no_mixture_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(_sharded, "FILES_MAX", 3)
+    old, new = (
+        {f"t{number}": np.full(1000, number + of, np.uint8) for number in range(10)}
+        for of in (0, 100)
+    )
+    save_sharded(old, tmp_path, 1000)
+    for name in os.listdir(tmp_path):
+        # So that the times differ, however coarse they are.
+        os.utime(tmp_path / name, (0, 0))
+    saved = []
+
+    def replace(done: int, total: int) -> None:
+        # When the first of them are read.
+        if not saved:
+            saved.append(save_sharded(new, tmp_path, 1000))
+
+    words = r"model-00004-of-00010\.safetensors has changed while it was read"
+    with pytest.raises(SafetensorError, match=words):
+        load_sharded(tmp_path, framework="np", progress=replace)
+    assert saved
+    assert bits(load_sharded(tmp_path, framework="np")) == bits(new)
+
+
+def test_out_of_more_files_than_are_opened_together_is_refused_before_it_changes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_sharded, "FILES_MAX", 1)
+    save_sharded({name: np.ones(5000, np.uint8) for name in "abc"}, tmp_path, 5000)
+    kept = np.zeros(5000, np.uint8)
+    other = np.zeros(4999, np.uint8)
+    for last, words in ((other, r"out\['c'\] has the dtype"), (kept, "share memory")):
+        out = {"a": kept, "b": np.zeros(5000, np.uint8), "c": last}
+        with pytest.raises(ValueError, match=words):
+            load_sharded(tmp_path, out=out, framework="np")
+        assert not kept.any()
+
+
 def test_a_single_model_file_is_accepted_and_is_no_index(tmp_path):
     tensors = tensors_of([300])
     save_sharded(tensors, tmp_path)

@@ -63,6 +63,10 @@ def _what(first: bytes, size: int) -> str:
     return found or f"it is no safetensors file, and has {size} bytes"
 
 
+def _version_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
 class ModelFile:
     """An open safetensors file and its parsed header.
 
@@ -127,9 +131,13 @@ class ModelFile:
 
     def check_unchanged(self) -> None:
         """Raise SafetensorError if the file was changed since it was opened."""
-        now = os.fstat(self.file.fileno())
-        if (now.st_size, now.st_mtime_ns) != (self.before.st_size, self.before.st_mtime_ns):
+        if _version_of(os.fstat(self.file.fileno())) != self.version:
             raise self.changed()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """What tells the file from another one that gets its name."""
+        return _version_of(self.before)
 
     def changed(self) -> SafetensorError:
         """Return the error for a file that was changed while it was read."""

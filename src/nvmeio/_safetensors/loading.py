@@ -29,7 +29,7 @@ from nvmeio._tensors.sharing import place_of
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.default import default_handle
 
-__all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
+__all__ = ["Loading", "Wanted", "load", "look_up", "targets_in", "wanted"]
 
 # A tensor up to this size is read by the calling thread.
 SMALL_BYTES = 64 << 10
@@ -260,6 +260,24 @@ def _records(
     return records, begins.tolist(), total, phase
 
 
+def targets_in(
+    out: Mapping[Any, Any], chosen: Sequence[Wanted], framework: Framework
+) -> dict[Any, Any]:
+    """Return the tensors to read into; raise TypeError or ValueError if one does not fit."""
+    made = {}
+    for each in chosen:
+        if each.key not in out:
+            raise ValueError(f"out lacks the tensor {each.key!r}")
+        target, by_torch = out[each.key], framework.by_torch
+        check_target(f"out[{each.key!r}]", target, by_torch, each.dtype, each.shape)
+        made[each.key] = target.detach() if by_torch else target
+    check_apart(
+        Filled(f"out[{key!r}]", target, key, 0, place_of(target).strides)
+        for key, target in made.items()
+    )
+    return made
+
+
 def _into(
     chosen: Sequence[Wanted],
     out: Mapping[Any, Any] | None,
@@ -268,21 +286,10 @@ def _into(
 ) -> dict[Any, Any]:
     """Read into the caller's tensors, or into new ones on a device."""
     files = list({each.file: None for each in chosen})
-    made = {}
-    for each in chosen:
-        if out is None:
-            made[each.key] = framework.empty(each.dtype, each.shape)
-            continue
-        if each.key not in out:
-            raise ValueError(f"out lacks the tensor {each.key!r}")
-        target, by_torch = out[each.key], framework.by_torch
-        check_target(f"out[{each.key!r}]", target, by_torch, each.dtype, each.shape)
-        made[each.key] = target.detach() if by_torch else target
-    if out is not None:
-        check_apart(
-            Filled(f"out[{key!r}]", target, key, 0, place_of(target).strides)
-            for key, target in made.items()
-        )
+    if out is None:
+        made = {each.key: framework.empty(each.dtype, each.shape) for each in chosen}
+    else:
+        made = targets_in(out, chosen, framework)
     full = [each for each in chosen if each.nbytes]
 
     def start(pending: Pending) -> None:

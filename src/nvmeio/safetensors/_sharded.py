@@ -19,7 +19,7 @@ from nvmeio._files.paths import refuse_url, synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
-from nvmeio._safetensors.loading import Wanted, load
+from nvmeio._safetensors.loading import Wanted, load, targets_in
 from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
@@ -135,19 +135,27 @@ def load_sharded(
         # In the order of the file.
         return sorted(chosen, key=lambda each: each.tensor.begin)
 
+    versions: dict[str, tuple[int, int]] = {}
     if len(paths) > FILES_MAX:
         # They are not all open at once, so check all of them before any is read.
-        total = 0
+        every: list[Wanted] = []
         for path in paths:
             with file_at(path, direct) as file:
-                total += sum(each.nbytes for each in choose(path, file))
+                every += choose(path, file)
+                versions[path] = file.version
+        if out is not None:
+            targets_in(out, every, kind)
+        total = sum(each.nbytes for each in every)
     found: dict[str, Any] = {}
     before, report = 0, progress
     for low in range(0, len(paths), FILES_MAX):
         with ExitStack() as stack:
             chosen = []
             for path in paths[low : low + FILES_MAX]:
-                chosen += choose(path, stack.enter_context(file_at(path, direct, mapped)))
+                file = stack.enter_context(file_at(path, direct, mapped))
+                if versions.get(path, file.version) != file.version:
+                    raise file.changed()
+                chosen += choose(path, file)
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:

@@ -79,7 +79,7 @@ class _Info(_hf_utils._HFStorageInfo):  # type: ignore[misc]
 def _version(file: ModelFile) -> tuple[object, ...]:
     """Return what tells a file from another one that gets its name, of the same layout."""
     key = (file.layout.metadata or {}).get(SAVE_KEY)
-    return key, file.before.st_size, file.before.st_mtime_ns
+    return key, *file.version
 
 
 class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
