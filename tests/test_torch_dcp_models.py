@@ -412,6 +412,13 @@ def test_ranks_without_collectives_save_and_load(tmp_path):
         assert found["wrong"] == []
     (said,) = together(tmp_path, work.save_models_alone_and_join, 1, folder=folder)
     assert "use_collectives=False" in said
+    # The last one would remove the other's file, whose index would be gone too.
+    shared = str(tmp_path / "shared")
+    for said in together(
+        tmp_path, work.save_models_alone_under_common_names, 2, folder=shared
+    ):
+        assert "pass save_distributed=True" in said
+    assert not os.path.exists(shared)
 
 
 def test_a_planner_that_caches_plans_works(tmp_path):

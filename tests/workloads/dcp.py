@@ -116,6 +116,16 @@ def save_models_alone_and_join(folder):
         return str(error)
 
 
+def save_models_alone_under_common_names(folder):
+    """Save another tensor on each rank, without collectives; return the error."""
+    name = f"of {dist.get_rank()}"
+    writer = HuggingFaceStorageWriter(folder, {"of 0": 1, "of 1": 2})
+    try:
+        dcp.save({name: torch.ones(3)}, storage_writer=writer, use_collectives=False)
+    except ValueError as error:
+        return str(error)
+
+
 def save_models_of_parts(folder):
     """Save shards as if each were whole; return the error."""
     state = state_of(3)["model"]

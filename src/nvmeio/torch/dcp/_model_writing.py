@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import _hf_utils, filesystem, hf_storage
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -108,6 +109,12 @@ thread_count_consolidation
             raise ValueError(
                 "enable_consolidation=True joins the parts of all ranks, which are unknown "
                 "with use_collectives=False; set one of them differently"
+            )
+        if not (self.use_collectives or self.save_distributed) and _has_other_ranks():
+            raise ValueError(
+                "with use_collectives=False no rank knows which files, and whose index, it "
+                "would replace or remove; pass save_distributed=True, or save on one rank "
+                "with no_dist=True alone"
             )
         _refuse(plan.items, self.fqn_to_index_mapping, self.save_distributed)
         make_folders(os.fspath(self.path))
@@ -340,6 +347,10 @@ def _is_locked(descriptor: int) -> bool:
         # The file system has no locks, or none of folders.
         pass
     return True
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _create_like(path: str, old: str) -> None:
