@@ -958,6 +958,12 @@ def test_memory_is_on_the_cpu_whatever_the_default_device(tmp_path, monkeypatch,
     assert torch.equal(found["large"], state["large"].double())
 
 
+def test_a_tensor_without_memory_is_not_staged():
+    """Before, the process ended with SIGSEGV."""
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        PoolStager().stage({"tangent": torch._efficientzerotensor(3)})
+
+
 def test_staged_memory_is_returned_to_the_pool(tmp_path):
     (found,) = together(tmp_path, work.stage_again_and_again, 1, folder=str(tmp_path))
     assert found["held"] == [True] * 3

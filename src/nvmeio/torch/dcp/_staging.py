@@ -120,7 +120,8 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         except MemoryError:
             copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         found = copy.untyped_storage()
-        if storage.device.type != "cpu":
+        if nbytes and (storage.device.type != "cpu" or not storage.data_ptr()):
+            # For a storage without memory, as of a ZeroTensor, torch raises an error.
             found.copy_(storage, non_blocking=non_blocking)
             if storage.device.type == "cuda":
                 self.devices.add(storage.device)
