@@ -112,6 +112,16 @@ def test_bytes_are_loaded_to_the_bit(kind, saved):
     assert dict(nvmeio.safetensors.deserialize(data)) == dict(safetensors.deserialize(data))
 
 
+def test_bytes_are_loaded_to_the_cpu_whatever_the_default_device():
+    tensors = {"a": torch.ones(3), "none": torch.ones(0, 4)}
+    with torch.device("meta"):
+        found = nvmeio.safetensors.torch.load(nvmeio.safetensors.torch.save(tensors))
+    assert {name: each.device.type for name, each in found.items()} == {
+        "a": "cpu",
+        "none": "cpu",
+    }
+
+
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"a": 'ä\n"\\\u2028'}])
 def test_saved_files_equal_theirs_to_the_byte(kind, tmp_path, metadata):
     tensors = tensors_of(kind)

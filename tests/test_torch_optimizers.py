@@ -657,6 +657,28 @@ class TestWindows:
                 offloaded.step()
             assert equal(theirs, ours)
 
+    def test_another_default_device_changes_nothing(self, tmp_path):
+        weight = torch.linspace(0, 1, 1200).view(10, 3, 8, 5)
+        theirs, ours = (
+            [torch.nn.Parameter(weight.to(memory_format=torch.channels_last))]
+            for _ in range(2)
+        )
+        for params in (theirs, ours):
+            params[0].grad = params[0].detach().clone()
+        ordinary = optim.AdamW(theirs)
+        ordinary.step()
+        states = copy.deepcopy(ordinary.state_dict())
+        for name in ("exp_avg", "exp_avg_sq"):
+            # As checkpoints in an order other than the parameter's have them.
+            states["state"][0][name] = states["state"][0][name].contiguous()
+        ours[0].data.copy_(theirs[0].data)
+        with nvmeio.torch.offload(optim.AdamW(ours), tmp_path) as offloaded:
+            with torch.device("meta"):
+                offloaded.load_state_dict(states)
+                offloaded.step()
+            ordinary.step()
+            assert equal(theirs, ours)
+
     def test_a_gradient_of_another_layout_is_refused(self, tmp_path):
         theirs, ours = ([torch.nn.Parameter(torch.ones(1500, 1000))] for _ in range(2))
         for params in (theirs, ours):

@@ -70,7 +70,7 @@ def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, tor
         if len(view["data"]):
             made[name] = torch.frombuffer(view["data"], dtype=dtype).view(shape)
         else:
-            made[name] = torch.empty(shape, dtype=dtype)
+            made[name] = torch.empty(shape, dtype=dtype, device="cpu")
     return made
 
 

@@ -383,7 +383,9 @@ def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
     """Return a piece's part of a state, in the parameter's order in memory."""
     if piece.is_whole:
         # Fused updates walk through the memory of parameters and states side by side.
-        ordered = torch.empty_strided(piece.shape, piece.stride, dtype=value.dtype)
+        ordered = torch.empty_strided(
+            piece.shape, piece.stride, dtype=value.dtype, device="cpu"
+        )
         alike = value.shape == piece.shape and not is_ordered_as(value, ordered)
         if alike and is_dense(ordered):
             return ordered.copy_(value)
