@@ -506,21 +506,33 @@ def test_a_copy_without_a_file_is_damaged(tmp_path, far, name):
         new.restore()
 
 
-def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path):
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "of a server"), RuntimeError("of it")])
+@pytest.mark.parametrize("here", ["absent", "damaged", "removed"])
+def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path, here, error):
     save(tmp_path / "run", "shelf://bucket/run", 1, 2)
-    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="shelf://bucket/run")
-    failing = True
+    root = tmp_path / ("elsewhere" if here == "absent" else "run")
+    if here == "damaged":
+        os.truncate(root / "step-2/tensors.safetensors", 5)
+    elif here == "removed":
+        shutil.rmtree(root / "step-2")
+    reader = Checkpointer(root, drain_to="shelf://bucket/run")
 
     def watch(name, path):
-        if name == "open" and path.endswith("tensors.safetensors") and failing:
-            raise OSError(errno.EIO, "We encountered an internal error", path)
+        if name == "open" and path.endswith("tensors.safetensors"):
+            raise error
 
     Shelf.watch = watch
-    with pytest.raises(OSError, match="the copy may be intact") as raised:
-        elsewhere.restore()
-    assert raised.value.errno == errno.EREMOTEIO
-    failing = False
-    assert value(elsewhere.restore()) == 2
+    for step in (None, 2):
+        with pytest.raises(Exception, match="of ") as raised:  # noqa: PT011
+            reader.restore(step)
+        if isinstance(error, OSError):
+            assert raised.value.errno == errno.EREMOTEIO
+            assert "the copy may be intact" in str(raised.value)
+        else:
+            assert raised.value is error
+    Shelf.watch = None
+    with contextlib.nullcontext() if here == "absent" else pytest.warns(RuntimeWarning):
+        assert value(reader.restore()) == 2
 
 
 def test_a_store_that_does_not_answer_holds_up_no_other():

@@ -115,8 +115,9 @@ class Steps:
             except GoneError:
                 raise error from None
             except Exception as other:
-                if isinstance(error, GoneError):
-                    # Only the copy exists, so its error is the one to raise.
+                damaged = isinstance(other, (CheckpointError, OSError)) and is_lost(other)
+                if isinstance(error, GoneError) or not damaged:
+                    # Only the copy exists, or it may be intact: no older step replaces it.
                     raise
                 raise _with(error, f"its copy in {self.copies.where}: {other}") from other
             if not isinstance(error, (GoneError, OtherError)):
