@@ -1185,6 +1185,32 @@ def test_an_empty_manifest_does_not_hide_the_copy_before_it(tmp_path, shelf):
     assert (reader.steps(), value(reader.restore())) == ([1], 1)
 
 
+def test_a_copy_that_was_read_before_it_was_finished_counts_later(tmp_path, shelf):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(name, path):
+        if name == "open" and path.endswith("manifest.json"):
+            shelf.watch = None
+            reached.set()
+            assert go_on.wait(20)
+
+    far = "shelf://bucket/run"
+    save(tmp_path / "near", far, 1)
+    reader = Checkpointer(tmp_path / "new", drain_to=far)
+    with Checkpointer(tmp_path / "near") as saver:
+        folder = saver.save(2, {"w": np.full(5000, 2)})
+    copies = Checkpointer(tmp_path / "near", drain_to=far)._copies
+    shelf.watch = hold
+    copies.begin(2, str(folder))
+    assert reached.wait(20)
+    with pytest.warns(RuntimeWarning, match=r"step 2 is skipped: .* is unfinished"):
+        assert value(reader.restore()) == 1
+    go_on.set()
+    copies.latest.result()
+    assert reader.steps() == [1, 2]
+    assert reader.latest() == reader.agreed_step() == 2
+
+
 def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
     set_aside = _roots.set_aside
 

@@ -239,7 +239,8 @@ class Store:
                 if isinstance(error, FileNotFoundError):
                     # Of this host: a caller that begins anew must not do so here.
                     raise NotDamagedError(f"{where}: {error}") from error
-                if is_lost(error):
+                # One without a manifest is unfinished, and may be complete later.
+                if is_lost(error) and attempt.complete:
                     self._damaged.add(attempt.folder)
                     self._complete.discard(step)
                 raise error from None
