@@ -850,6 +850,20 @@ def test_a_named_step_that_is_missing_is_not_no_checkpoint(seen):
         reader.restore()
 
 
+def test_a_step_that_comes_while_it_is_looked_for_is_read(tmp_path, seen, monkeypatch):
+    reader, _ = seen
+    place = reader._steps.root if reader.drain_to is None else reader._copies.place
+    named = place.named
+
+    def later():
+        monkeypatch.setattr(place, "named", named)
+        save(tmp_path / "near", reader.drain_to, 5)
+        return named()
+
+    monkeypatch.setattr(place, "named", later)
+    assert value(reader.restore(5)) == 5
+
+
 def test_a_step_that_is_removed_is_no_longer_named(seen):
     reader, _ = seen
     named = reader._places()[-1].named

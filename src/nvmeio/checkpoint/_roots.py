@@ -482,9 +482,11 @@ class Root:
         folder = self.folder(step)
         for _ in range(TRIES):
             if not exists_now(folder):
-                if self.named() == step:
+                if self.named() != step:
+                    raise GoneError
+                # It may have come before it was named.
+                if not exists_now(folder):
                     raise missing(folder)
-                raise GoneError
             try:
                 with Held(folder, step) as held:
                     self._refuse_hidden(folder)

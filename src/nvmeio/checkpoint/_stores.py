@@ -216,9 +216,12 @@ class Store:
         for _ in range(TRIES):
             attempts = self._attempts(step)
             if not attempts:
-                if self.named() == step:
+                if self.named() != step:
+                    raise GoneError
+                # It may have come before it was named.
+                if not self._attempts(step):
                     raise missing(f"{self.where}/step-{step}")
-                raise GoneError
+                continue
             attempt = attempts[0]
             try:
                 with self._fetched(step, attempt, files) as held:
