@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import functools
+import io
 import json
 import logging
 import os
@@ -962,6 +963,55 @@ def test_a_wrong_object_is_deleted(source, monkeypatch):
     with pytest.raises(OSError, match="were read back"):
         drain(source, "memory://store", retries=1).result()
     assert not system.exists("/store/__1_0.distcp")
+    system.store.clear()
+
+
+class Upload(io.BytesIO):
+    """An object that has its name once it is closed, as in a store."""
+
+    def __init__(self, system, path):
+        super().__init__()
+        self.finish = functools.partial(system.pipe_file, path)
+
+    def discard(self):
+        self.finish = len
+
+    def close(self):
+        if not self.closed:
+            self.finish(self.getvalue())
+        super().close()
+
+
+@pytest.mark.parametrize("kind", ["SFTP", "store"])
+def test_a_drain_that_fails_leaves_no_part_of_a_file(source, monkeypatch, kind):
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    if kind == "store":
+        opened = type(system).open
+
+        def open_file(system, path, mode="rb", **options):
+            uploads = mode == "wb" and not options
+            return Upload(system, path) if uploads else opened(system, path, mode, **options)
+
+        monkeypatch.setattr(type(system), "open", open_file)
+    old = b"an older one"
+    system.pipe_file("/part/__0_0.distcp", old)
+    write = _places._RemoteWriter.write
+
+    def half(writer, piece):
+        write(writer, piece)
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(_places._RemoteWriter, "write", half)
+    with pytest.raises(OSError, match=r"no .while it is copied"):
+        drain(source, "memory://part", retries=0).result()
+    for thread in threading.enumerate():
+        if thread.name == "nvmeio-drain":
+            thread.join()
+    found = {name: system.cat_file(name) for name in system.find("/part")}
+    # That one has no bytes to write.
+    found.pop("/part/empty", None)
+    assert found == ({"/part/__0_0.distcp": old} if kind == "store" else {})
     system.store.clear()
 
 

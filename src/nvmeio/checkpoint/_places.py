@@ -255,15 +255,18 @@ class Remote:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_RemoteWriter"]:
+        before = self.size(name)
         writer = _RemoteWriter(self, name)
         try:
             yield writer
         finally:
             writer.close()
-            # A finished object has its name even if the bytes read back are wrong.
-            if writer.finished and not writer.committed:
+            if not writer.committed:
                 with contextlib.suppress(Exception):
-                    self.remove(name)
+                    # A finished object has its name even if the bytes read back are wrong.
+                    # Of an unfinished one, SFTP and others keep a part.
+                    if writer.finished or self.size(name) != before:
+                        self.remove(name)
 
     def read(self, name: str) -> Iterator[Bytes]:
         with self.system.open(self.path(name), "rb") as stream:
