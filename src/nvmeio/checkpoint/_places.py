@@ -273,6 +273,10 @@ class Remote:
             while piece := stream.read(PIECE_BYTES):
                 yield np.frombuffer(piece, np.uint8)
 
+    def beginning(self, name: str, nbytes: int) -> bytes:
+        """Return how a file begins, in one request: others may replace it meanwhile."""
+        return bytes(self.system.cat_file(self.path(name), start=0, end=nbytes))
+
     def size(self, name: str) -> int | None:
         self.system.invalidate_cache()
         try:
