@@ -1475,3 +1475,27 @@ def test_a_password_in_a_url_is_not_shown(tmp_path, monkeypatch):
         assert Checkpointer(tmp_path, drain_to="shelf://me:secret@host/run").steps() == [1]
     assert "shelf://me:***@host/run" in str(caught[0].message)
     assert "secret" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("password", ["secret", "p@secret"])
+def test_a_password_in_a_url_is_not_shown_if_a_copy_fails(
+    tmp_path, shelf, caplog, password
+):
+    def full(name, path):
+        if name == "open" and path.endswith("tensors.safetensors"):
+            raise OSError(errno.ENOSPC, "no room")
+
+    shelf.watch = full
+    with Checkpointer(tmp_path, drain_to=f"shelf://me:{password}@host/run") as saver:
+        saver.save(1, "here")
+        copy = saver.drained
+        with pytest.raises(OSError, match="no room") as raised:
+            copy.result()
+        with pytest.warns(RuntimeWarning, match="not copied to") as caught:
+            saver.save(2, "here")
+        with pytest.raises(OSError, match="no room"):
+            saver.drained.result()
+        saver._copies.failure()
+    shown = [str(raised.value), *(str(each.message) for each in caught), caplog.text]
+    assert all("me:***@host/run" in each for each in shown)
+    assert not any("secret" in each for each in shown)

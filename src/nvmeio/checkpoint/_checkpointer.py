@@ -419,7 +419,8 @@ class Checkpointer:
         complete = (s for s in root.steps() if root.was_complete(s, again=True))
         newest = max(next(complete, -1), self._newest_copy(words))
         if self._copies is not None and (failed := self._copies.failure()) is not None:
-            words.append(f"a step was saved but not copied to {self.drain_to}: {failed}")
+            where = self._copies.place.where
+            words.append(f"a step was saved but not copied to {where}: {failed}")
         if newest > step:
             words.append(
                 f"step {step} is not the newest: restore() reads step {newest}, and "

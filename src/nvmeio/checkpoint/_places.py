@@ -5,6 +5,7 @@ import errno
 import functools
 import importlib
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
@@ -111,7 +112,9 @@ def place_of(target: Path) -> Place:
         ) from None
     # Raises for unknown protocols now, because the first connection may come much later.
     fsspec.get_filesystem_class(protocol)
-    return Remote(functools.partial(fsspec.core.url_to_fs, name), name)
+    # For messages, which may be read by others.
+    shown = re.sub(r"(://[^/:@]*):[^/]*@", r"\1:***@", name)
+    return Remote(functools.partial(fsspec.core.url_to_fs, name), shown)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:

@@ -89,8 +89,7 @@ class Store:
 
     def __init__(self, files: Remote, root: str) -> None:
         self._files, self._root = files, root
-        # For messages, which may be read by others.
-        self.where = re.sub(r"(://[^/:@]*):[^/@]*@", r"\1:***@", files.root)
+        self.where = files.root
         # The folders of attempts that were found damaged, and the steps that were complete.
         self._damaged: set[str] = set()
         self._complete: set[int] = set()
