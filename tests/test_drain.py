@@ -9,6 +9,8 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
@@ -964,6 +966,40 @@ def test_a_wrong_object_is_deleted(source, monkeypatch):
         drain(source, "memory://store", retries=1).result()
     assert not system.exists("/store/__1_0.distcp")
     system.store.clear()
+
+
+def test_a_store_that_needs_executors_works_while_python_exits(tmp_path):
+    """As asyncio does, and with it s3fs, to look up a host."""
+    program = """
+import threading
+import nvmeio.checkpoint, fsspec
+from concurrent.futures import ThreadPoolExecutor
+from fsspec.implementations.memory import MemoryFileSystem
+
+class Far(MemoryFileSystem):
+    protocol = "far"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("far://").strip("/")
+
+    def _open(self, path, mode="rb", **options):
+        # Until the main thread is at the end, unless it waits.
+        threading.main_thread().join(0.5)
+        ThreadPoolExecutor(1).submit(int).result()
+        return super()._open(path, mode, **options)
+
+fsspec.register_implementation("far", Far)
+future = nvmeio.checkpoint.drain("folder", "far://run", retries=0)
+future.add_done_callback(lambda future: print(future.exception()))
+"""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"x")
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (found.stdout, found.stderr, found.returncode) == ("None\n", "", 0)
 
 
 class Upload(io.BytesIO):

@@ -103,19 +103,33 @@ class _Unflushed:
         return getattr(self._stream, name)
 
 
-@atexit.register
-def _tell_all() -> None:
-    """Print the errors that nobody has retrieved, and make Python fail.
-
-    Threads that save have ended by now, because Python waits for them first, except those
-    that another function at exit has started.
-    """
+def _wait_for_all() -> None:
+    """Wait for the threads that save and copy, and for those that they start."""
     while late := [each for each in threading.enumerate() if _saves(each)]:
         if late[0].is_alive():
             late[0].join()
         else:
             # Another thread is about to start it, or it has just ended.
             time.sleep(0.001)
+
+
+# At exit Python ends the executors of concurrent.futures before it waits for threads.  By
+# them asyncio looks up the hosts of stores.  What is registered last is called first.
+with contextlib.suppress(RuntimeError):  # Python is ending already
+    import concurrent.futures.thread
+
+    if register := getattr(threading, "_register_atexit", None):
+        register(_wait_for_all)
+
+
+@atexit.register
+def _tell_all() -> None:
+    """Print the errors that nobody has retrieved, and make Python fail.
+
+    Threads that save have ended by now, except those that another function at exit has
+    started.
+    """
+    _wait_for_all()
     if not _untold:
         return
     lines = [f"nvmeio: {words} (no call has raised this)\n" for words in _untold.values()]
