@@ -20,6 +20,7 @@ import weakref
 from concurrent import futures
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -1683,12 +1684,23 @@ thread.join()
     assert Checkpointer(where).steps() == [1]
 
 
-@pytest.mark.parametrize("root", ["memory://run", "s3://bucket/run"])
+@pytest.mark.parametrize("root", ["memory://run", "s3://bucket/run", Path("s3://bucket/run")])
 def test_a_url_is_no_root(root):
     with pytest.raises(ValueError, match="a URL; it must be a folder"):
         Checkpointer(root)
     with pytest.raises(ValueError, match="drain_to is ''"):
         Checkpointer("run", drain_to="")
+
+
+def test_a_url_that_pathlib_has_shortened_is_no_target(tmp_path):
+    """It would be the path of a local folder, s3:/bucket/run."""
+    far = Path("s3://bucket/run")
+    for call in (lambda: Checkpointer("run", drain_to=far), lambda: drain(tmp_path, far)):
+        with pytest.raises(ValueError, match="a URL; pathlib has shortened it"):
+            call()
+    # A folder may have a colon.
+    Checkpointer("run", drain_to="2026-11-28T22:10/run")
+    Checkpointer("run", drain_to="./s3:/bucket")
 
 
 def test_an_empty_path_is_no_folder():

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 
@@ -27,6 +28,10 @@ __all__ = [
     "resolved",
 ]
 __all__ += ["synced_folder"]
+
+
+# str(pathlib.Path("s3://bucket/run")) is "s3:/bucket/run".
+_SHORTENED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @contextlib.contextmanager
@@ -74,8 +79,12 @@ def refuse_url(
     path: Path,
     words: str = "pass a local folder, and copy it with nvmeio.checkpoint.drain",
 ) -> None:
-    """Raise ValueError for a URL, which would be taken for the name of a local folder."""
-    if "://" in (found := os.fsdecode(path_of(path))):
+    """Raise ValueError for a URL, which would be taken for the name of a local folder.
+
+    Also for one that pathlib.Path has shortened.
+    """
+    found = os.fsdecode(path_of(path))
+    if "://" in found or _SHORTENED.match(found):
         raise ValueError(f"{name} is {found!r}, a URL; {words}")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute_folder
+from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file, show_use
 from nvmeio._publish.names import final_name, is_unused, renaming, temporary_name
@@ -88,7 +88,10 @@ def local_path(target: Path) -> str | None:
     name = os.fsdecode(path_of(target))
     protocol, colon, rest = name.partition(":")
     if not colon or protocol not in ("file", "local"):
-        return None if "://" in name else absolute_folder("target", name)
+        if "://" in name:
+            return None
+        refuse_url("target", name, "pathlib has shortened it, so pass a str")
+        return absolute_folder("target", name)
     path = rest.removeprefix("//")
     if not path.startswith("/"):
         raise ValueError(
