@@ -234,8 +234,9 @@ def test_a_folder_of_a_read_only_mount_is_refused(profile, loop_mount, monkeypat
     monkeypatch.setenv("XDG_CONFIG_HOME", str(mounted))
     assert make_profiles_folder() == mounted / "nvmeio" / "profiles"
     run_tool("mount", "-o", "remount,ro", mounted)
-    with pytest.raises(PermissionError, match=str(mounted)):
+    with pytest.raises(OSError, match=str(mounted)) as raised:
         make_profiles_folder()
+    assert raised.value.errno == errno.EROFS, "as the kernel says it"
 
 
 def test_only_a_profile_is_saved(saved, tmp_path):

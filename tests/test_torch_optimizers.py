@@ -1274,6 +1274,11 @@ class TestRefused:
             assert found == ["BlockingIOError", True]
         nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path).close()
 
+    def test_a_folder_that_is_a_dangling_link_is_named(self, tmp_path):
+        (tmp_path / "states").symlink_to("nowhere")
+        with pytest.raises(NotADirectoryError, match="link to 'nowhere', which does not"):
+            nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path / "states")
+
     def test_an_offloaded_optimizer_cannot_be_offloaded_again(self, tmp_path):
         inner = optim.AdamW(make_params())
         with nvmeio.torch.offload(inner, tmp_path / "1"):

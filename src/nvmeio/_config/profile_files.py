@@ -17,8 +17,9 @@ from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
+from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import naming
-from nvmeio._publish.names import replacement
+from nvmeio._publish.names import replacement, temporary_name
 
 # The version of the files' format.  Increase it if old files would be misread.
 _VERSION = 2
@@ -140,10 +141,11 @@ def profiles_folder() -> pathlib.Path:
 def make_profiles_folder() -> pathlib.Path:
     """Create the directory for this user only, as the XDG standard asks; return it."""
     folder = profiles_folder()
-    for place in (*reversed(folder.parents), folder):
-        place.mkdir(mode=0o700, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    make_folders(str(folder), mode=0o700)
+    if not os.access(folder, os.W_OK, effective_ids=True):
+        # This says why, such as EROFS, or EPERM of chattr +i.
+        with naming(str(folder)):
+            os.mkdir(temporary_name(str(folder / "profile")))
     return folder
 
 

@@ -22,8 +22,8 @@ def sync_folder(folder: str) -> None:
         sync_file(folder, FOLDER)
 
 
-def make_folders(folder: str) -> None:
-    """Create a directory and its missing parents, and make them durable."""
+def make_folders(folder: str, *, mode: int = 0o777, sync: bool = True) -> None:
+    """Create a directory and its missing parents; with `sync`, make them durable."""
     missing = []
     while not os.path.isdir(folder):
         # An error that keeps this from being known, such as EIO, is raised here.
@@ -32,8 +32,9 @@ def make_folders(folder: str) -> None:
         folder = os.path.dirname(folder)
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(each)
+            os.mkdir(each, mode)
         if not os.path.isdir(each):
             words = dangling(each) or os.strerror(errno.ENOTDIR)
             raise NotADirectoryError(errno.ENOTDIR, words, each)
-        sync_folder(os.path.dirname(each))
+        if sync:
+            sync_folder(os.path.dirname(each))

@@ -249,10 +249,7 @@ def save_sharded(
         build(((s.name, s.dtype, s.shape) for s in kind._sources(shard)), align=align)
     folder = os.fsdecode(path_of(folder))
     refuse_url("folder", folder)
-    if sync:
-        make_folders(os.path.abspath(folder))
-    else:
-        os.makedirs(folder, exist_ok=True)
+    make_folders(os.path.abspath(folder), sync=sync)
     text = {"format": word} if metadata is None else dict(metadata)
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0

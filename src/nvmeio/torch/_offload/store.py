@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.types import Path
+from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute_folder, leads_to
 from nvmeio._memory.heap import give_back
@@ -55,7 +56,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = absolute_folder("folder", folder)
-        os.makedirs(self.folder, exist_ok=True)
+        make_folders(self.folder, sync=False)
         self._lock = WriterLock(
             self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
         )
