@@ -147,7 +147,8 @@ def faulty_slots(faulty, monkeypatch):
     monkeypatch.setenv("NVMEIO_ENGINE", "threads")
     default_handle().close()
     monkeypatch.setattr(
-        "nvmeio.torch._offload.slots._unnamed", lambda folder: File(f"{folder}/slots", "w")
+        "nvmeio.torch._offload.slots.unnamed_file",
+        lambda folder: File(f"{folder}/slots", "w"),
     )
     (faulty / "control").touch()
     faults = Faults(faulty / "control")

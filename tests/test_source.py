@@ -83,6 +83,33 @@ ONLY_IN = {
     ),
 }
 
+# What few modules may do, so that there is one scheme of temporary names, one clean-up and
+# one reader of JSON; and what to do instead.
+NOT_IN_PYTHON = {
+    r"\bos\.(rename|renames|replace|link|symlink)\(|\bshutil\.(move|copy\w*)\(": (
+        ("_publish/*", "_files/paths.py", "_native/*"),
+        "call new_contents(), rename() or Unfinished of nvmeio/_publish/",
+    ),
+    r"\b(mkstemp|mkdtemp|NamedTemporaryFile|TemporaryDirectory)\b": (
+        ("_cli/*",),
+        "call temporary_name() or unnamed_file() of nvmeio/_publish/",
+    ),
+    # Text of nvmeio itself and of fio, and values of samples, which are the program's.
+    r"\bjson\.loads?\((?!.*\bunique\))": (
+        (
+            *(
+                "_arguments/*",
+                "_config/*",
+                "_cli/fio.py",
+                "_native/*",
+                "checkpoint/_stored.py",
+            ),
+            "torch/data/_mds_encodings.py",
+        ),
+        "call parse_json(), which refuses duplicate keys",
+    ),
+}
+
 # The layers of the C library above the lowest, from below.  A file that none of these
 # patterns matches is in the lowest layer.
 C_LAYERS = (
@@ -209,6 +236,17 @@ def wrong_imports(path, text=None):
                 yield f"{where}; {remedy}"
 
 
+def wrong_calls(path, text=None):
+    """Yield a complaint for each call that belongs elsewhere."""
+    text = path.read_text(encoding="utf-8") if text is None else text
+    place = path.relative_to(PACKAGE).as_posix()
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, (places, remedy) in NOT_IN_PYTHON.items():
+            found = re.search(pattern, line)
+            if found and not any(fnmatch(place, each) for each in places):
+                yield f"{path.relative_to(ROOT)}:{number} has {found[0]}; {remedy}"
+
+
 def c_layer_of(name):
     """Return the layer of a C file, from 0, by its name without `_internal` and suffix."""
     stem = name.partition(".")[0].removesuffix("_internal")
@@ -254,6 +292,25 @@ def test_the_c_library_includes_downward_and_neither_prints_nor_exits():
     assert len(paths) > 40
     found = [wrong for path in sorted(paths) for wrong in wrong_in_c(path)]
     assert not found, "\n".join(found)
+
+
+def test_files_are_renamed_and_json_is_read_in_few_places():
+    found = [wrong for path in modules() for wrong in wrong_calls(path)]
+    assert not found, "\n".join(found)
+    (found,) = wrong_calls(PACKAGE / "torch/new.py", "\nos.replace(part, whole)\n")
+    assert "torch/new.py:2 has os.replace(; call new_contents()" in found
+
+
+def test_packages_leave_each_others_private_modules_alone():
+    found = []
+    for path in modules():
+        own = layer_of(name_of(path))
+        for _, name in imports_of(path):
+            _, top, *rest = name.split(".") if name.startswith("nvmeio.") else ("", "")
+            private = [each for each in rest if re.match("_[a-z]", each)]
+            if private and not top.startswith("_") and top != own:
+                found.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert len(set(found)) <= 4, "\n".join(found)
 
 
 def test_every_folder_has_a_layer():

@@ -551,13 +551,13 @@ def test_a_claim_from_the_future_blocks_no_save(tmp_path, monkeypatch, ahead):
 
 
 def test_files_of_a_checkpoint_stay_if_only_its_folder_is_not_synced(tmp_path, monkeypatch):
-    rename = os.rename
+    rename = _writing.rename
 
     def rename_and_break(*arguments):
         rename(*arguments)
         monkeypatch.setattr(_writing, "sync_folder", lambda folder: 1 / 0)
 
-    monkeypatch.setattr(_writing.os, "rename", rename_and_break)
+    monkeypatch.setattr(_writing, "rename", rename_and_break)
     with pytest.raises(CheckpointException, match="division"):
         save(tmp_path, state_of(1))
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))

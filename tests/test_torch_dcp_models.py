@@ -310,16 +310,16 @@ def test_a_model_that_is_replaced_by_one_of_the_same_layout_is_no_mixture(
     put(1.0)
     for path in tmp_path.glob("*.safetensors"):
         os.utime(path, (1, 1))  # not in the same tick of the clock as the second
-    opened, count = _model_reading.opened, itertools.count(1)
+    file_of, count = _model_reading.ModelFile, itertools.count(1)
 
     def replace(*arguments):
         # After both files were opened for their headers, before file `at` is read.
         if next(count) == 2 + at:
             monkeypatch.undo()
             put(2.0)
-        return opened(*arguments)
+        return file_of(*arguments)
 
-    monkeypatch.setattr(_model_reading, "opened", replace)
+    monkeypatch.setattr(_model_reading, "ModelFile", replace)
     with pytest.raises(CheckpointException, match="has changed while it was read"):
         load(tmp_path, {"a": torch.zeros(5), "b": torch.zeros(5)})
 

@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 # Imported after the check, because the modules need torch.
 import nvmeio.safetensors.torch as st  # noqa: E402
 import nvmeio.torch  # noqa: E402
+from nvmeio._publish import files  # noqa: E402
+from nvmeio._publish.names import final_name  # noqa: E402
 from nvmeio.torch import _offload  # noqa: E402
 from nvmeio.torch._offload.slots import SlotFile, memory_of  # noqa: E402
 
@@ -368,8 +370,16 @@ def test_a_file_system_without_unnamed_files_works(tmp_path, monkeypatch):
     def refuse(folder):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
 
-    monkeypatch.setattr(_offload.slots, "open_unnamed", refuse)
+    named = []
+
+    def look(*arguments):
+        named.extend(os.listdir(tmp_path))
+        return nvmeio.File(*arguments)
+
+    monkeypatch.setattr(files, "open_unnamed", refuse)
+    monkeypatch.setattr(files, "File", look)
     file = SlotFile(str(tmp_path), 0)
+    assert [final_name(name) for name in named] == ["unnamed"], "cleanup() knows it"
     assert os.listdir(tmp_path) == []
     slot = written(file, 1, 5001)
     assert torch.equal(file.read(slot), tensor_of(1, 5001))

@@ -222,7 +222,7 @@ def ctrl_c_while_training(folder, when):
     faults = Faults(f"{folder}/control")
     # Only I/O by threads can be held by FUSE, which also loses unnamed files.
     os.environ["NVMEIO_ENGINE"] = "threads"
-    _slots._unnamed = lambda folder: File(f"{folder}/slots", "w")
+    _slots.unnamed_file = lambda folder: File(f"{folder}/slots", "w")
     x = torch.randn(40_000, requires_grad=True)
 
     def forward():

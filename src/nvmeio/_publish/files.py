@@ -12,11 +12,13 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, best_effort, cut, opened
 from nvmeio._files.paths import exists, mount_of, naming, resolved, synced_folder
-from nvmeio._native.file import File, open_for_writing, open_unnamed
+from nvmeio._native.descriptor import TemporaryName
+from nvmeio._native.file import File, open_for_writing, open_unnamed, owned
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.names import replacement
+from nvmeio._publish.names import replacement, temporary_name
 
-__all__ = ["new_contents", "new_file", "replace_file", "show_use"]
+__all__ = ["new_contents", "new_file", "new_private", "replace_file"]
+__all__ += ["show_use", "unnamed_file"]
 
 
 @contextlib.contextmanager
@@ -64,7 +66,6 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
     except OSError as error:
         if error.errno not in _UNNAMED_UNKNOWN:
             raise
-        # The file system has no O_TMPFILE.
         with (
             replacement(target) as temporary,
             _in_folder(lambda: new_file(temporary, private=is_old)) as file,
@@ -109,11 +110,28 @@ def _check_proc() -> None:
 def new_file(path: str, *, private: bool = False) -> File:
     """Create a file with a temporary name; `private` if it will get the mode of another."""
     if private:
-        # Users who may not read the old file must not open the new one.
-        opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
+        new_private(path)
     file = open_for_writing(path, new=not private)
     show_use(file)
     return file
+
+
+def new_private(path: str) -> None:
+    """Create a file that no other user can open, until it gets another mode."""
+    opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
+
+
+def unnamed_file(folder: str) -> File:
+    """Create a file without a name, for reading and writing."""
+    try:
+        return open_unnamed(folder)
+    except OSError as error:
+        if error.errno not in _UNNAMED_UNKNOWN:
+            raise
+    # Create a named file, and remove its name.
+    with TemporaryName(temporary_name(os.path.join(folder, "unnamed"))) as path:
+        new_private(path)
+        return owned(File(path, "r+"))
 
 
 def show_use(file: File) -> None:

@@ -15,7 +15,14 @@ from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
 __all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
 __all__ += ["is_unused"]
-__all__ += ["remove_left", "renaming", "replacement", "short_name", "temporary_name"]
+__all__ += [
+    "remove_left",
+    "rename",
+    "renaming",
+    "replacement",
+    "short_name",
+    "temporary_name",
+]
 
 # What says whose a temporary name is.
 OwnerOf = re.Match[str]
@@ -76,9 +83,14 @@ def replacement(target: str) -> Iterator[str]:
         remedy = (
             "with atomic=False, write_file, save, torch.save and save_file write in place"
         )
-        with renaming(target, f"; {remedy}"):
-            os.replace(path, target)
+        rename(path, target, f"; {remedy}")
         temporary.keep()
+
+
+def rename(path: str, target: str, remedy: str = "") -> None:
+    """Rename a file to what it replaces; say so if the file system cannot."""
+    with renaming(target, remedy):
+        os.replace(path, target)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,16 @@ from nvmeio._streams.pending import Pending
 from nvmeio._streams.progress import Progress
 from nvmeio.default import default_handle
 
-__all__ = ["Records", "Start", "in_pieces", "into_region", "max_gap", "place", "read"]
+__all__ = ["FILES_MAX", "Records", "Start", "in_pieces", "into_region", "max_gap"]
+__all__ += ["place", "read"]
 
 Made = TypeVar("Made")
 # Starts reads.
 Start = Callable[[Pending], object]
 Integers = npt.NDArray[np.int64]
 
+# How many files are open at once for reading.
+FILES_MAX = 128
 # How much memory is populated at a time, while the chunk before is being read.
 CHUNK_BYTES = 32 << 20
 PAGE = 4096

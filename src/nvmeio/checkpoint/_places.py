@@ -16,9 +16,10 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute_folder, refuse_url
+from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_file, show_use
-from nvmeio._publish.names import final_name, is_unused, renaming, temporary_name
+from nvmeio._publish.names import final_name, is_unused, rename, temporary_name
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
@@ -145,16 +146,9 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_FolderWriter"]:
-        unnamed = self.path(temporary_name(name))
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(new_file(unnamed))
-            writer = _FolderWriter(file, unnamed, self.path(name))
-            try:
-                yield writer
-            finally:
-                if not writer.committed:
-                    with contextlib.suppress(OSError):
-                        os.unlink(unnamed)
+        temporary = TemporaryName(self.path(temporary_name(name)))
+        with temporary as path, new_file(path) as file:
+            yield _FolderWriter(file, temporary, path, self.path(name))
 
     def read(self, name: str) -> Iterator[Bytes]:
         with File(self.path(name)) as file:
@@ -190,9 +184,9 @@ class Folder:
 
 
 class _FolderWriter:
-    def __init__(self, file: File, unnamed: str, target: str) -> None:
-        self.file, self.unnamed, self.target = file, unnamed, target
-        self.written, self.committed = 0, False
+    def __init__(self, file: File, name: TemporaryName, path: str, target: str) -> None:
+        self.file, self._name, self.unnamed, self.target = file, name, path, target
+        self.written = 0
 
     def write(self, piece: Bytes) -> None:
         default_handle().write(piece, self.file, self.written)
@@ -209,9 +203,8 @@ class _FolderWriter:
             yield from _read_anew(file)
 
     def commit(self) -> None:
-        with renaming(self.target):
-            os.replace(self.unnamed, self.target)
-        self.committed = True
+        rename(self.unnamed, self.target)
+        self._name.keep()
 
 
 def _read_anew(file: File) -> Iterator[Bytes]:

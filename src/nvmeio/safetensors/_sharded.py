@@ -23,6 +23,7 @@ from nvmeio._safetensors.loading import Wanted, load, targets_in
 from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
+from nvmeio._streams.reading import FILES_MAX
 from nvmeio._tensors.dtypes import torch_module
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import framework_of
@@ -33,8 +34,6 @@ __all__ = ["load_sharded", "save_sharded"]
 
 # For each file being written: one with O_DIRECT, one without, and one of its folder.
 DESCRIPTORS = 3
-# How many files are open at once for reading.
-FILES_MAX = 128
 
 
 def load_sharded(

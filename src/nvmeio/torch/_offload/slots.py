@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -23,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
 from nvmeio._memory.heap import give_back
-from nvmeio._native.file import File, open_unnamed, owned, written_last
+from nvmeio._native.file import written_last
 from nvmeio._native.request import Request
+from nvmeio._publish.files import unnamed_file
 from nvmeio.default import default_handle
 from nvmeio.torch._offload.plan import pages
 from nvmeio.torch.memory import empty
@@ -200,7 +200,7 @@ class SlotFile:
         self.folder, self.memory = folder, memory
         self.held = self._freed = 0
         # What others read of the same drive is needed sooner.
-        self._file = written_last(_unnamed(folder))
+        self._file = written_last(unnamed_file(folder))
         self._room = _Room()
         self._lock = threading.Lock()
         self._dropped: deque[Slot] = deque()
@@ -472,22 +472,6 @@ def _outcome(slot: Slot) -> Exception | None:
     except CancelledError as cancelled:
         # The traceback would refer to this frame, and so to the request: a cycle.
         return cancelled.with_traceback(None)
-
-
-def _unnamed(folder: str) -> File:
-    """Create a file without a name."""
-    try:
-        return open_unnamed(folder)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    # The file system lacks O_TMPFILE, so create a named file and remove its name.
-    descriptor, path = tempfile.mkstemp(prefix=".nvmeio-", suffix=".tmp", dir=folder)
-    try:
-        os.close(descriptor)
-        return owned(File(path, "r+"))
-    finally:
-        os.unlink(path)
 
 
 def _leave_all() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.callers import level_outside
+from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.tar import Archive, Member, decoded
 from nvmeio._native.file import File
@@ -360,7 +361,7 @@ def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
             if (then.stamp.size, then.stamp.mtime_ns) != (now.size, now.mtime_ns):
                 return None
             arrays = {name: file.get_tensor(name) for name in _ARRAYS}
-            index = TarIndex(**arrays, names=json.loads(metadata["names"]))
+            index = TarIndex(**arrays, names=parse_json(metadata["names"]))
         _check_index(index, now.size)
         if not then.is_that_of(now):
             # It may have been moved here or copied, or changed without another time.

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ __all__ = [
     "SAVE_KEY",
     "SIZE_KEY",
     "HuggingFaceStorageReader",
-    "opened",
     "overlap",
     "stored_of",
 ]
@@ -52,13 +51,6 @@ SIZE_KEY = "nvmeio_size"
 
 # The name of a file, with the number of files in its set; "shard-" marks a rank's own.
 _OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-(\d+)\.safetensors")
-
-
-def opened(stack: ExitStack, path: str) -> ModelFile:
-    """Open a model file, which the stack closes."""
-    found = ModelFile(path)
-    stack.callback(found.close)
-    return found
 
 
 def stored_of(file: ModelFile, tensor: Any) -> Located:
@@ -132,8 +124,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
         digest = hashlib.sha256()
         for name in names:
             path = os.path.join(folder, name)
-            with ExitStack() as stack:
-                file = opened(stack, path)
+            with closing(ModelFile(path)) as file:
                 said = file.layout.metadata or {}
                 digest.update(repr((name, said, file.layout.tensors)).encode())
                 sharding = _sharding_in(said, path)
@@ -193,7 +184,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                     info = self.storage_data[item.storage_index]
                     path = info.relative_path
                     if path not in files:
-                        file = files[path] = opened(stack, path)
+                        file = files[path] = stack.enter_context(closing(ModelFile(path)))
                         known |= {
                             (path, each.name): stored_of(file, each)
                             for each in file.layout.tensors

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,18 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.files import replace_file
-from nvmeio._publish.names import final_name, remove_left, temporary_name
+from nvmeio._publish.files import new_private, replace_file
+from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
+from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
+from nvmeio._streams.reading import FILES_MAX
 from nvmeio._tensors.dtypes import header_dtype, header_shape
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._sharded import FILES_MAX
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
+from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, overlap, stored_of
 from nvmeio.torch.dcp._writing import (
     Claim,
     OfThread,
@@ -234,7 +235,7 @@ thread_count_consolidation
             )
         for part in parts:
             self._check_claim()
-            os.replace(os.path.join(folder, part), os.path.join(folder, _whole(part)))
+            rename(os.path.join(folder, part), os.path.join(folder, _whole(part)))
         if self.sync_files:
             sync_folder(folder)
 
@@ -282,8 +283,7 @@ thread_count_consolidation
         parts_of: dict[str, str] = {}
         placed: dict[str, dict[str, Located]] = {}
         for name in {each.storage_data.relative_path for each in results}:
-            with ExitStack() as stack:
-                file = opened(stack, os.path.join(folder, name))
+            with closing(ModelFile(os.path.join(folder, name))) as file:
                 placed[name] = {e.name: stored_of(file, e) for e in file.layout.tensors}
         for fqn, found in parts.items():
             about = metadata.state_dict_metadata[fqn]
@@ -357,11 +357,9 @@ def _create_like(path: str, old: str) -> None:
     """Create an empty file that may be read by those who may read an old one."""
     if os.path.isfile(old) and not os.path.islink(old):
         with naming(path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            become_like(descriptor, old)
-        finally:
-            os.close(descriptor)
+            new_private(path)
+            with descriptors.opened(path, os.O_WRONLY) as descriptor:
+                become_like(descriptor, old)
 
 
 def _is_of_writer(name: str, prefix: str) -> bool:
@@ -382,8 +380,8 @@ def _whole(part: str) -> str:
 def _is_of_a_save(path: str) -> bool:
     """Return whether a save of nvmeio or torch has written a model file."""
     try:
-        with ExitStack() as stack:
-            said = opened(stack, path).layout.metadata or {}
+        with closing(ModelFile(path)) as file:
+            said = file.layout.metadata or {}
             return SAVE_KEY in said or _hf_utils.DCP_VERSION_KEY in said
     except (OSError, SafetensorError):
         return False

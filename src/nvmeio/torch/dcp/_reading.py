@@ -24,10 +24,10 @@ from torch.futures import Future
 from nvmeio._arguments.checks import flag
 from nvmeio._native.file import File
 from nvmeio._streams.pending import Pending
+from nvmeio._streams.reading import FILES_MAX
 from nvmeio._tensors.memory import freed_problem
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
-from nvmeio.safetensors._sharded import FILES_MAX
 from nvmeio.torch._bits import is_memory, is_plain
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,

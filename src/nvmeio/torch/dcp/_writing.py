@@ -37,7 +37,7 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.names import final_name, remove_left, renaming, temporary_name
+from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio.default import default_handle
 from nvmeio.torch._saving import errors_of, saving_with
@@ -165,8 +165,7 @@ class Claim:
                 become_like(file.fileno(), self.target)
                 if sync:
                     os.fsync(file.fileno())
-            with renaming(self.target):
-                os.rename(self.path, self.target)
+            rename(self.path, self.target)
             self.is_published = True
         except FileNotFoundError:
             raise self._lost() from None
