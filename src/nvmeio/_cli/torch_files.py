@@ -17,8 +17,8 @@ from nvmeio._files.kinds import HEAD_BYTES, is_torch_legacy, why_no_pickle
 from nvmeio._tensors.torch_files import (
     Nothing,
     Reader,
+    SavedTensor,
     Storage,
-    Stored,
     begin_of,
     by_name_in_folder,
     content_of,
@@ -261,7 +261,7 @@ class Several(NamedTuple):
 
     layout: str
     shape: tuple[int, ...]
-    parts: tuple[Stored, ...]  # the values last
+    parts: tuple[SavedTensor, ...]  # the values last
 
 
 class ObjectReader(Reader):
@@ -322,16 +322,22 @@ def _first(value: Any, *rest: Any) -> Any:
     return value
 
 
-def _quantized(storage: Any, begin: int, shape: Any, strides: Any, *rest: Any) -> Stored:
+def _quantized(
+    storage: Any, begin: int, shape: Any, strides: Any, *rest: Any
+) -> SavedTensor:
     """Read a quantized tensor, whose storage has a dtype of its own."""
     return tensor_of(storage, begin, shape, strides)
 
 
 def _sparse(layout: Any, data: Any) -> Any:
     """Read a sparse tensor: of COO its indices, of others two kinds of them, and values."""
-    parts = tuple(each for each in data if isinstance(each, Stored))
+    parts = tuple(each for each in data if isinstance(each, SavedTensor))
     shape = next(
-        (each for each in data if isinstance(each, tuple) and not isinstance(each, Stored)),
+        (
+            each
+            for each in data
+            if isinstance(each, tuple) and not isinstance(each, SavedTensor)
+        ),
         (),
     )
     name = layout if isinstance(layout, str) else "sparse"
@@ -340,7 +346,9 @@ def _sparse(layout: Any, data: Any) -> Any:
 
 def _nested(values: Any, *rest: Any) -> Any:
     return (
-        Several("nested", values.shape, (values,)) if isinstance(values, Stored) else rest
+        Several("nested", values.shape, (values,))
+        if isinstance(values, SavedTensor)
+        else rest
     )
 
 
@@ -399,10 +407,10 @@ def _rows(path: str, content: Any, places: dict[str, int]) -> Iterator[dict[str,
         }
 
 
-_WALKED = (Stored, Several, Storage, dict, list, tuple, Kept)
+_WALKED = (SavedTensor, Several, Storage, dict, list, tuple, Kept)
 
 
-def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
+def _walk(content: Any, file: str) -> Iterator[tuple[str, SavedTensor | Several]]:
     """Yield the tensors of nested containers and objects, each container once."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), content)]
@@ -410,7 +418,7 @@ def _walk(content: Any, file: str) -> Iterator[tuple[str, Stored | Several]]:
         path, value = waiting.pop()
         if isinstance(value, Storage):
             value = _alone(value)
-        if isinstance(value, (Stored, Several)):
+        if isinstance(value, (SavedTensor, Several)):
             if sum(map(len, path)) > NAME_CHARS_MAX:
                 raise CommandError(
                     f"{file}: a tensor's name has more than {NAME_CHARS_MAX} characters"

@@ -20,8 +20,8 @@ __all__ = [
     "Nothing",
     "Readable",
     "Reader",
+    "SavedTensor",
     "Storage",
-    "Stored",
     "begin_of",
     "by_name_in_folder",
     "content_of",
@@ -173,7 +173,7 @@ class Storage(NamedTuple):
         return (self.elements or 0) * storage_itemsize(self.kind)
 
 
-class Stored(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of a file."""
 
     key: str  # of its storage
@@ -249,7 +249,7 @@ class Reader(pickle.Unpickler):
 
 def tensor_of(
     storage: Any, begin: int, shape: Any, strides: Any, *rest: Any, dtype: Any = None
-) -> Stored:
+) -> SavedTensor:
     """Return the description of a tensor from the arguments of _rebuild_tensor_v2."""
     key, kind, count = storage
     name = dtype or kind
@@ -270,10 +270,10 @@ def tensor_of(
                 f"its storage {key!r:.100}, which has {storage.nbytes}"
             )
     # After whether it requires gradients, and its hooks.
-    return Stored(key, name, size, begin, shape, steps, any(rest[2:]))
+    return SavedTensor(key, name, size, begin, shape, steps, any(rest[2:]))
 
 
-def _tensor_of_dtype(storage: Any, *rest: Any) -> Stored:
+def _tensor_of_dtype(storage: Any, *rest: Any) -> SavedTensor:
     """Read a tensor whose storage has no dtype, which follows the hooks."""
     return tensor_of(storage, *rest[:5], *rest[6:], dtype=rest[5])
 

@@ -10,7 +10,7 @@ from torch import nn
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio.torch._weights.rows import Rows
-from nvmeio.torch._weights.source import check_dtype, opened, stacked
+from nvmeio.torch._weights.source import check_dtype, open_checkpoint, stacked
 from nvmeio.torch._weights.store import Store, Weight
 from nvmeio.torch._weights.tensor import DiskParameter
 
@@ -87,7 +87,7 @@ class DiskEmbedding(nn.Module):  # type: ignore[misc]  # torch is Any here
         check_dtype(dtype)
         if scales is not None and dtype is None:
             dtype = torch.float32
-        with opened(checkpoint) as source:
+        with open_checkpoint(checkpoint) as source:
             table = stacked(source, names, dtype)
             factors = None if scales is None else stacked(source, scales, None)
             if len(table.shape) != 2:

@@ -24,7 +24,7 @@ from nvmeio.torch._weights.pretrained import (
     loaded_like,
 )
 from nvmeio.torch._weights.rows import Rows
-from nvmeio.torch._weights.source import Checkpoint, check_dtype, opened, some
+from nvmeio.torch._weights.source import Checkpoint, check_dtype, open_checkpoint, some
 from nvmeio.torch._weights.store import Store, Weight, least_room
 from nvmeio.torch._weights.tensor import DiskParameter
 
@@ -153,7 +153,7 @@ def disk_offload(
     check_dtype(dtype)
     device = _device_of(execution_device)
     _check_whole(model)
-    with opened(checkpoint) as source:
+    with open_checkpoint(checkpoint) as source:
         tensors: Mapping[str, LazyTensor]
         if is_pretrained(model):
             like, unused = loaded_like(model, source)
@@ -253,7 +253,7 @@ def load_disk_offload(
     check_dtype(dtype)
     device = _device_of(execution_device)
     place = os.fsdecode(path_of(folder))
-    with opened(place) as source:
+    with open_checkpoint(place) as source:
         model, _ = loaded_from(place, source, dtype)
         tensors = _lazy_tensors(model)
         _Offload(model, source, tensors, limit, device, None, tables, casts=True).begin()

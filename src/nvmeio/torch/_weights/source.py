@@ -16,11 +16,11 @@ from nvmeio._tensors.dtypes import torch_dtype
 from nvmeio.torch._weights.lazy import LazyTensor, arranged
 from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Weight
 
-__all__ = ["Checkpoint", "check_dtype", "opened", "some", "stacked"]
+__all__ = ["Checkpoint", "check_dtype", "open_checkpoint", "some", "stacked"]
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Path) -> Iterator["Checkpoint"]:
+def open_checkpoint(checkpoint: Path) -> Iterator["Checkpoint"]:
     """Open a checkpoint, and close it if that fails which is done with it."""
     source = Checkpoint(os.fsdecode(path_of(checkpoint)))
     try:

@@ -8,7 +8,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from nvmeio._memory.strides import dense_strides
-from nvmeio._tensors.torch_files import Stored, content_of, entries_of, unpickled
+from nvmeio._tensors.torch_files import SavedTensor, content_of, entries_of, unpickled
 
 __all__ = [
     "HEAD_BYTES",
@@ -86,7 +86,7 @@ def stored_in(ends: Ends) -> Located | None:
         if order is not None and content_of(ends, order) != b"little":
             return None
         tensor = unpickled(content_of(ends, entries["data.pkl"]))
-        if not isinstance(tensor, Stored) or tensor.is_lazy:
+        if not isinstance(tensor, SavedTensor) or tensor.is_lazy:
             return None
         begin, entry = tensor.place(ends, entries), entries[f"data/{tensor.key}"]
     # What the file has may raise anything.
