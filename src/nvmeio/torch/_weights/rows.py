@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._native.request import Request
 from nvmeio._safetensors.file import ModelFile
+from nvmeio._streams.pending import Pending
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio.default import default_handle
 from nvmeio.torch._weights.store import Weight, naming, new_memory, over, refuse_in_child
@@ -54,7 +54,7 @@ class _Source(NamedTuple):
             row_bytes,
         )
 
-    def gather(self, ids: Ids, out: npt.NDArray[np.uint8]) -> list[Request]:
+    def gather(self, ids: Ids, out: npt.NDArray[np.uint8], pending: Pending) -> None:
         """Start to read the rows of ascending numbers, one after the other."""
         runs = self.firsts.searchsorted(ids, "right") - 1
         offsets = self.offsets[runs] + (ids - self.firsts[runs]) * self.row_bytes
@@ -62,24 +62,15 @@ class _Source(NamedTuple):
         ends = np.flatnonzero(np.diff(runs)) + 1
         for begin, end in zip((0, *ends.tolist()), (*ends.tolist(), len(ids)), strict=True):
             by_file.setdefault(self.files[runs[begin]], []).append((begin, end))
-        handle, requests = default_handle(), []
-        try:
-            for file, parts in by_file.items():
-                places = np.concatenate([np.arange(*part) for part in parts])
-                requests.append(
-                    handle.submit_gather(
-                        file.file,
-                        offsets[places],
-                        self.row_bytes,
-                        out.reshape(-1),
-                        out_offsets=places * self.row_bytes,
-                    )
-                )
-        except BaseException:
-            for request in requests:
-                request.cancel()
-            raise
-        return requests
+        for file, parts in by_file.items():
+            places = np.concatenate([np.arange(*part) for part in parts])
+            pending.gather(
+                file.file,
+                offsets[places],
+                self.row_bytes,
+                out.reshape(-1),
+                out_offsets=places * self.row_bytes,
+            )
 
 
 def _memory(count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
@@ -95,32 +86,24 @@ class _Reading:
         self.ids = ids
         self.parts = [_memory(len(ids), each.row_bytes) for each in sources]
         self.files = {file for each in sources for file in each.files}
-        self.requests: list[Request] = []
+        self.pending = Pending(default_handle())
         try:
             for source, part in zip(sources, self.parts, strict=True):
-                self.requests += source.gather(ids, part)
+                source.gather(ids, part, self.pending)
         except BaseException:
-            self.abandon()
+            self.pending.abandon()
             raise
 
     def wait(self, weight: Weight) -> npt.NDArray[np.uint8]:
         """Wait for the rows, with their scales beside them; raise what failed."""
         try:
-            for request in self.requests:
-                request.wait()
+            with self.pending:
+                self.pending.finish()
             for file in self.files:
                 file.check_unchanged()
         except Exception as error:
-            self.abandon()
             raise naming(weight, error) from error
-        except BaseException:
-            self.abandon()
-            raise
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=1)
-
-    def abandon(self) -> None:
-        for request in self.requests:
-            request.cancel()
 
 
 class Rows:

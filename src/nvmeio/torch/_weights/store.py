@@ -189,7 +189,7 @@ class Weight:
         for number, extents in enumerate(self._cut(PIECE_BYTES, count)):
             nbytes = min(PIECE_BYTES, self.stored_bytes - number * PIECE_BYTES)
             memory = new_memory(nbytes)
-            default_handle().submit_read_many(_items(extents, memory)).wait()
+            default_handle().read_many(_items(extents, memory))
             yield over(memory, self.stored, [nbytes // self.stored.itemsize])
 
     def values_of(self, stored: npt.NDArray[np.uint8]) -> torch.Tensor:
