@@ -23,7 +23,9 @@ import nvmeio
 import nvmeio.safetensors.numpy
 import nvmeio.safetensors.torch
 from fuse_mounts import empty
-from nvmeio.checkpoint import Checkpointer, atomic_directory, drain
+from nvmeio.checkpoint import Checkpointer, CheckpointError, atomic_directory, drain
+from nvmeio.safetensors import SafetensorError
+from nvmeio.torch._offload import slots
 from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
@@ -148,11 +150,11 @@ def drain_steps(path, array, source):
         checkpointer.drained.result()
 
 
-def saved_by(writer):
+def saved_by(writer, **options):
     def save(path, array):
         state = {"a": tensor(array[:1000].copy())}
         try:
-            dcp.save(state, storage_writer=writer(str(path)), no_dist=True)
+            dcp.save(state, storage_writer=writer(str(path), **options), no_dist=True)
         except dcp.CheckpointException as error:
             raise error.failures[0][0] from error
 
@@ -197,8 +199,49 @@ def write_with_a_handle(path, array):
         handle.fsync(path)
 
 
+async def append_awaited(path, array):
+    if array is OLD:
+        nvmeio.save(path, OLD)
+        return
+    with nvmeio.ArrayFile(path, mode="r+") as file:
+        await nvmeio.aio.append(file, NEW[1000:])
+        file.refresh()
+        await nvmeio.aio.setitem(file, slice(1000), NEW[:1000])
+        await nvmeio.aio.flush(file)
+
+
+def scatter(path, array):
+    with nvmeio.Handle() as handle:
+        handle.scatter(path, np.arange(len(array)) * 8, 8, array)
+        handle.fsync(path)
+
+
+def write_many(path, array):
+    with nvmeio.Handle() as handle:
+        handle.write_many([(array[:500], path, 0), (array[500:], path, 4000)])
+        handle.fsync(path)
+
+
 def write_as_deepspeed(path, array):
     assert nvmeio.aio_write(array, str(path), 1 << 20, 8, False, False, True) == 0
+
+
+def write_with_aio_handle(path, array):
+    handle = nvmeio.aio_handle(1 << 20, 8, False, False, 1)
+    assert handle.sync_pwrite(torch.from_numpy(array), str(path)) == 1
+
+
+def save_on_disk(path, array):
+    """Its file lives only as long as the tensors."""
+    path.mkdir(exist_ok=True)
+    weight = torch.ones(len(array), requires_grad=True)
+    # Named, because the server of the tests forgets files that have no name.
+    named = mock.patch.object(
+        slots, "unnamed_file", lambda folder: nvmeio.File(f"{folder}/slots", "w")
+    )
+    with named, nvmeio.torch.save_on_disk(path, min_bytes=0, memory=0):
+        result = (weight.exp() * 2).exp()
+    result.sum().backward()
 
 
 def offload(path, array):
@@ -245,6 +288,16 @@ REPLACING = {
         saved_by(HuggingFaceStorageWriter),
         loaded_by(HuggingFaceStorageReader),
     ),
+    "HuggingFaceStorageWriter of ranks": (
+        saved_by(HuggingFaceStorageWriter, save_distributed=True),
+        loaded_by(HuggingFaceStorageReader),
+    ),
+    "HuggingFaceStorageWriter that joins": (
+        saved_by(
+            HuggingFaceStorageWriter, save_distributed=True, enable_consolidation=True
+        ),
+        loaded_by(HuggingFaceStorageReader),
+    ),
 }
 # ... each file of it as a whole ...
 IN_SHARDS = {
@@ -267,17 +320,26 @@ IN_PLACE = {
         lambda path, array: nvmeio.torch.save(tensor(array), path, atomic=False),
         lambda path: nvmeio.torch.load(path).numpy(),
     ),
+    "save in place": (
+        lambda path, array: nvmeio.save(path, array, sync=True, atomic=False),
+        nvmeio.load,
+    ),
     "ArrayFile.create": (create, nvmeio.load),
     "ArrayFile.append": (append, nvmeio.load),
+    "aio.append": (in_a_loop(append_awaited), nvmeio.load),
     "File.write": (write_with_a_file, read_numbers),
     "Handle.write": (write_with_a_handle, read_numbers),
+    "Handle.scatter": (scatter, read_numbers),
+    "Handle.write_many": (write_many, read_numbers),
     "aio_write": (write_as_deepspeed, read_numbers),
+    "aio_handle": (write_with_aio_handle, read_numbers),
     "offload": (offload, None),
+    "save_on_disk": (save_on_disk, None),
 }
 # What is only a cache: an error is logged.
 CACHES = {"TarDataset": (index_archive, None)}
 WRITERS = {**REPLACING, **IN_SHARDS, **IN_PLACE, **CACHES}
-LOCKING = {"ArrayFile.append", "offload", "drain_to"}
+LOCKING = {"ArrayFile.append", "aio.append", "offload", "drain_to"}
 LOCKING |= {"Checkpointer.save", "Checkpointer.save_async"}
 WITH_A_SOURCE = {"drain", "drain_to", "TarDataset"}
 ALL = set(WRITERS) - set(CACHES)
@@ -286,11 +348,11 @@ RENAMING = {*REPLACING, *IN_SHARDS}
 # For each fault: the kind of mount, the faults of its calls, which writers may fail (the
 # others must succeed), the errno, and what the message must say.
 FAULTS = {
-    # Nobody reads the files of offload() that are closed.
+    # Nobody reads the files of these once they are closed.
     "flush": (
         "",
         {"flush": {"error": errno.EDQUOT}},
-        ALL - {"offload"},
+        ALL - {"offload", "save_on_disk"},
         errno.EDQUOT,
         "",
     ),
@@ -309,7 +371,7 @@ FAULTS = {
     "no O_RDWR": (
         "",
         {"open": {"mode": os.O_RDWR, "error": errno.EINVAL}},
-        LOCKING | {"ArrayFile.create", "File.write"},
+        LOCKING | {"ArrayFile.create", "File.write", "save_on_disk"},
         errno.EINVAL,
         "reading and writing",
     ),
@@ -368,6 +430,11 @@ def test_the_old_one_stays_or_the_new_one_is_complete(mount, writer, tmp_path):
         assert np.array_equal(load(path), NEW)
     elif writer in REPLACING and "flock" not in FAULTS[name][0]:
         assert np.array_equal(load(path), OLD)
+    elif writer in IN_SHARDS:
+        # Not in one step, but nothing that is neither is taken for complete.
+        with contextlib.suppress(OSError, CheckpointError, SafetensorError):
+            found = load(path)
+            assert any(np.array_equal(found, each) for each in (OLD, NEW))
 
 
 WITHOUT_PROC = """
@@ -399,6 +466,8 @@ def test_without_proc_they_work_or_say_what_is_missing(tmp_path):
     command += [WITHOUT_PROC, os.path.dirname(__file__), tmp_path]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     refused = dict(line.split(": ", 1) for line in said.splitlines())
-    assert refused.keys() == {"ArrayFile.create", "ArrayFile.append", "aio_write"}
+    assert refused.keys() == {
+        *("ArrayFile.create", "ArrayFile.append", "aio.append", "aio_write"),
+    }
     assert all("needs /proc: mount it" in words for words in refused.values())
     assert left_in(tmp_path) == []
