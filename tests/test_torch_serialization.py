@@ -307,6 +307,14 @@ class TestParts:
         notes = getattr(caught.value, "__notes__", [str(path)])
         assert any(str(path) in note for note in notes)
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    def test_a_nested_tensor_of_the_file_fills_no_target(self, path, layout):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        nvmeio.torch.save({"a": nested}, path)
+        with pytest.raises(ValueError, match="'a'.+the tensor in the file is nested"):
+            nvmeio.torch.load(path, weights_only=False, out={"a": torch.zeros(5)})
+
     @pytest.mark.parametrize("kind", ["legacy", "nested", "without maps"])
     def test_files_that_cannot_be_mapped_are_read_as_a_whole(
         self, path, state, kind, monkeypatch

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from nvmeio._memory.deferred import Deferred
 from nvmeio._memory.strides import parts_of
 from nvmeio._tensors.overlapping import MemoryAt
-from nvmeio._tensors.sharing import Place, itemsize_of, place_of
+from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
-__all__ += ["is_in_c_order", "moved_problem", "pieces_of", "storage_problem"]
+__all__ += ["moved_problem", "pieces_of", "storage_problem"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
 SLICE_BYTES = 8 << 20
@@ -64,13 +64,6 @@ def in_slices(value: Any) -> Iterator[tuple[Any, int]]:
             yield piece, first * item
 
 
-def is_in_c_order(value: Any) -> bool:
-    """Return whether the memory of an array or a tensor is its elements in C order."""
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.c_contiguous)
-    return bool(value.is_contiguous() and not (value.is_conj() or value.is_neg()))
-
-
 def content_problem(tensor: Any) -> str:
     """Return why a tensor's contents are not a plain array in memory; "" if they are."""
     torch = sys.modules["torch"]
@@ -111,10 +104,9 @@ def storage_problem(tensor: Any) -> str:
 def freed_problem(tensor: Any) -> str:
     """Return why a tensor's storage is too small for it; "" if it is not."""
     nbytes = tensor.untyped_storage().nbytes()
-    extents = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum(
-        (extent - 1) * stride for extent, stride in extents
-    )
+    last = tensor.storage_offset()
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (extent - 1) * stride
     if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
         return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
     return ""

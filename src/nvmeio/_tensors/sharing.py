@@ -10,7 +10,7 @@ from nvmeio._tensors.overlapping import Groups, Range, range_of
 __all__ = [
     "Place",
     "c_strides",
-    "is_array",
+    "is_in_c_order",
     "itemsize_of",
     "place_of",
     "sharing",
@@ -30,35 +30,36 @@ class Place(NamedTuple):
     leaf: Any  # whose memory it is, for the caller
 
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)
-
-
 def start_of(value: Any) -> int:
     """Return the address of the first element."""
     found: int
-    found = value.__array_interface__["data"][0] if is_array(value) else value.data_ptr()
+    if isinstance(value, np.ndarray):
+        found = value.__array_interface__["data"][0]
+    else:
+        found = value.data_ptr()
     return found
 
 
 def place_of(value: Any, leaf: Any = None) -> Place:
     """Return the range of memory of a leaf's elements."""
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         device, address, itemsize = "cpu", start_of(value), value.itemsize
         strides, shape = value.strides, value.shape
-        dense = value.flags.c_contiguous
     else:
         value = value.detach()
         itemsize = value.element_size()
         device, address = str(value.device), start_of(value)
         strides = tuple(stride * itemsize for stride in value.stride())
         shape = tuple(value.shape)
-        dense = value.is_contiguous() and not (value.is_conj() or value.is_neg())
+    dense = is_in_c_order(value)
     if 0 in shape or not itemsize:
         return Place(device, address, address, True, strides, value, leaf)
-    reach = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
-    low = address + sum(each for each in reach if each < 0)
-    high = address + sum(each for each in reach if each > 0) + itemsize
+    low, high = address, address + itemsize
+    for extent, stride in zip(shape, strides, strict=True):
+        if stride < 0:
+            low += (extent - 1) * stride
+        else:
+            high += (extent - 1) * stride
     return Place(device, low, high, dense, strides, value, leaf)
 
 
@@ -79,7 +80,14 @@ def sharing(places: list[Place]) -> Iterator[list[Place]]:
 
 
 def itemsize_of(value: Any) -> int:
-    return int(value.itemsize if is_array(value) else value.element_size())
+    return int(value.itemsize if isinstance(value, np.ndarray) else value.element_size())
+
+
+def is_in_c_order(value: Any) -> bool:
+    """Return whether the memory of an array or a tensor is its elements in C order."""
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.c_contiguous)
+    return bool(value.is_contiguous() and not (value.is_conj() or value.is_neg()))
 
 
 def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

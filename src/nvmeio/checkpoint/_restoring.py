@@ -23,7 +23,7 @@ from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import pieces_of
-from nvmeio._tensors.sharing import c_strides
+from nvmeio._tensors.sharing import c_strides, is_in_c_order
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (
@@ -452,16 +452,10 @@ def _destination(
         if (
             part.how == "whole"
             and part.by_torch == framework.by_torch
-            and not (in_c_order and not _is_in_c_order(target))
+            and not (in_c_order and not is_in_c_order(target))
         ):
             return _plain(target)
     return framework.empty(wanted.dtype, wanted.shape)
-
-
-def _is_in_c_order(target: Any) -> bool:
-    if isinstance(target, np.ndarray):
-        return bool(target.flags.c_contiguous)
-    return bool(target.is_contiguous())
 
 
 def _delivered(value: Any, target: Any) -> Any:

@@ -24,7 +24,6 @@ from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import (
     Place,
     c_strides,
-    is_array,
     itemsize_of,
     place_of,
     sharing,
@@ -109,7 +108,9 @@ def _tied(group: list[Place], namer: "_Namer") -> Stored:
     shape = tuple(value.shape)
     strides = _dense_strides(value) or c_strides(shape, itemsize_of(value))
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
-    turned = value.transpose(order) if is_array(value) else value.permute(order)
+    turned = (
+        value.transpose(order) if isinstance(value, np.ndarray) else value.permute(order)
+    )
     stored = _alone(leaf._replace(value=turned, node={}), namer)
     for each in group:
         _describe(each.leaf, stored.name)
@@ -120,7 +121,9 @@ def _tied(group: list[Place], namer: "_Namer") -> Stored:
 def _check(leaf: Leaf) -> None:
     """Raise TypeError for a leaf that is not a plain tensor or array in memory."""
     value, where = leaf.value, path_of(leaf.path)
-    problem = _array_problem(value) if is_array(value) else _tensor_problem(value)
+    problem = (
+        _array_problem(value) if isinstance(value, np.ndarray) else _tensor_problem(value)
+    )
     if problem:
         raise TypeError(f"{where} cannot be saved: {problem}")
 
@@ -227,7 +230,7 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
 
 
 def _lazy(value: Any) -> list[str]:
-    words = () if is_array(value) else ("conj", "neg")
+    words = () if isinstance(value, np.ndarray) else ("conj", "neg")
     return [word for word in words if getattr(value, f"is_{word}")()]
 
 
@@ -242,7 +245,7 @@ def _furthest(group: list[Place]) -> tuple[Place, ...]:
     """Return the place that reaches furthest of each storage or array that owns memory."""
     found: dict[Any, Place] = {}
     for place in sorted(group, key=lambda place: place.high):
-        if is_array(place.value):
+        if isinstance(place.value, np.ndarray):
             found[id(place.value if place.value.base is None else place.value.base)] = place
         else:
             found[place.value.untyped_storage()._cdata, "tensor"] = place
@@ -252,7 +255,9 @@ def _furthest(group: list[Place]) -> tuple[Place, ...]:
 def _is_at_a_multiple(leaf: Leaf, low: int) -> bool:
     """Return whether a leaf's offset from `low` is one that its framework allows."""
     value = leaf.value
-    return is_array(value) or (start_of(value) - low) % itemsize_of(value) == 0
+    return (
+        isinstance(value, np.ndarray) or (start_of(value) - low) % itemsize_of(value) == 0
+    )
 
 
 def _aligned(low: int, group: list[Place]) -> int:
@@ -261,7 +266,7 @@ def _aligned(low: int, group: list[Place]) -> int:
     Each tensor must have an offset from it that is a multiple of its element size, because
     torch supports no others.
     """
-    tensors = [each.leaf for each in group if not is_array(each.value)]
+    tensors = [each.leaf for each in group if not isinstance(each.value, np.ndarray)]
     if not tensors:
         return low
     largest = max(tensors, key=lambda leaf: itemsize_of(leaf.value))
@@ -290,7 +295,7 @@ def _same(one: Place, other: Place) -> bool:
 
 def _dtype_name(value: Any) -> str:
     """Return the name of a dtype that numpy and torch share, else numpy's own."""
-    if not is_array(value):
+    if not isinstance(value, np.ndarray):
         return str(value.dtype).removeprefix("torch.")
     name: str = value.dtype.name
     known = name in FORMAT_NAMES or name in PAIRS
@@ -337,7 +342,7 @@ def _dense_strides(value: Any) -> tuple[int, ...]:
     shape, itemsize = tuple(value.shape), itemsize_of(value)
     if 0 in shape or not itemsize:
         return ()
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return ()
         strides: tuple[int, ...] = np.empty_like(value, order="K", subok=False).strides
@@ -359,7 +364,7 @@ def _key(node: dict[str, Any]) -> str:
 
 def _name_dtype(node: dict[str, Any], value: Any) -> None:
     """Add the dtype to a node, where the header has another one."""
-    if is_array(value) and value.dtype.names is not None:
+    if isinstance(value, np.ndarray) and value.dtype.names is not None:
         node["dtype"] = np.lib.format.dtype_to_descr(value.dtype)
     else:
         node["dtype"] = _dtype_name(value)
@@ -368,7 +373,7 @@ def _name_dtype(node: dict[str, Any], value: Any) -> None:
 def _describe(leaf: Leaf, name: str) -> None:
     """Fill a node with its stored tensor's name, and with flags that the header lacks."""
     node, value = leaf.node, leaf.value
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         node["array"] = name
         return
     node["tensor"] = name

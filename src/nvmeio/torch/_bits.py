@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.graph import increment_version
 
+from nvmeio._tensors.memory import content_problem
+
 __all__ = ["OPAQUE_DTYPES", "copy_bits", "is_memory", "is_plain"]
 __all__ += ["opaque", "plain_mode", "touch"]
 
@@ -29,9 +31,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is no more than elements in host memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
+        and not content_problem(tensor)
         and tensor.device.type == "cpu"
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

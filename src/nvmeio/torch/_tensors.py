@@ -14,6 +14,7 @@ from nvmeio._memory.strides import check_sizes, may_overlap
 from nvmeio._native import pool
 from nvmeio._native.pool import pool_memory
 from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.sharing import is_in_c_order
 from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor
 from nvmeio.torch._pool import announce, tensor_in
@@ -54,7 +55,7 @@ def export(tensor: torch.Tensor, writable: bool) -> Export:
                 0, tensor.nbytes, 0, stage, lambda _: stage.finish(), stage, stage.storage
             )
         origin = _address(tensor)
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        if is_in_c_order(tensor):
             storage = tensor.untyped_storage()
             return Export(origin, tensor.nbytes, origin, None, touch, storage=storage)
         return _staged(tensor, writable, origin)

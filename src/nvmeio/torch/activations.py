@@ -24,6 +24,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio._files.paths import absolute
 from nvmeio._memory.strides import dense_strides
+from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
 
@@ -244,14 +245,9 @@ class _Saver:
         # The type also excludes Parameters.
         if (
             type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
-            # Strided ones have the memory of all parts, but neither shape nor strides.
-            or tensor.is_nested
-            # The zeros of forward-mode differentiation have no memory.
-            or tensor._is_zerotensor()
+            or content_problem(tensor)
             or tensor.untyped_storage().nbytes() < self._min_bytes
             or tensor.device.type not in ("cpu", "cuda")
-            or tensor.is_quantized
             or self.file.forked
             or self._stays(tensor)
         ):

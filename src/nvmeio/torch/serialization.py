@@ -317,6 +317,11 @@ def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> 
                 f"out[{name!r}] is of type {type(target).__qualname__}, and the file has a "
                 f"{type(value).__qualname__}; both must be tensors"
             )
+        if value.is_nested:
+            # It has no shape to compare.
+            raise ValueError(
+                f"out[{name!r}] cannot be filled: the tensor in the file is nested"
+            )
         check_target(f"out[{name!r}]", target, True, value.dtype, value.shape)
         filled.append(_filled_by(value, f"out[{name!r}]", target))
     check_apart(filled)
