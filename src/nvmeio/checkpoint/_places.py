@@ -263,8 +263,11 @@ class Remote:
             if not writer.committed:
                 with contextlib.suppress(Exception):
                     # A finished object has its name even if the bytes read back are wrong.
-                    # Of an unfinished one, SFTP and others keep a part.
-                    if writer.finished or self.size(name) != before:
+                    # Of an unfinished one, SFTP and others keep a part, and another drain
+                    # may have written the whole meanwhile.
+                    now = self.size(name)
+                    is_part = now is not None and now != before and now <= writer.given
+                    if writer.finished or is_part:
                         self.remove(name)
 
     def read(self, name: str) -> Iterator[Bytes]:
@@ -336,6 +339,7 @@ class _RemoteWriter:
         self.place, self.name, self.target = place, name, place.path(name)
         self.stream = place.system.open(self.target, "wb")
         self.committed = self.finished = False
+        self.given = 0
 
     def write(self, piece: Bytes) -> None:
         view = piece.data
@@ -348,7 +352,9 @@ class _RemoteWriter:
                     f"write() of {len(view)} bytes returned {taken}",
                     self.target,
                 )
-            view = view[len(view) if taken is None else taken :]
+            taken = len(view) if taken is None else taken
+            self.given += taken
+            view = view[taken:]
 
     def finish(self) -> None:
         self.finished = True
