@@ -7,7 +7,6 @@ import os
 import pathlib
 import pickle
 import re
-import sys
 import zipfile
 
 import numpy as np
@@ -518,8 +517,6 @@ def test_what_a_file_is_is_said_by_load_of_torch(tmp_path, kind):
 
 
 def notes_of(error):
-    if sys.version_info < (3, 11):
-        pytest.skip("this Python has no notes")
     return error.__notes__
 
 

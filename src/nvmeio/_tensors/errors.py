@@ -9,9 +9,9 @@ __all__ = ["SafetensorError", "note"]
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error, where Python has notes (3.11 and later)."""
-    if add := getattr(error, "add_note", None):
-        add(text)
+    """Add a note to an error; before Python 3.11 no traceback shows it."""
+    # As BaseException.add_note does, which is new in 3.11.
+    vars(error).setdefault("__notes__", []).append(text)
 
 
 class SafetensorError(Exception):

@@ -17,6 +17,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._files.paths import absolute_folder, exists, refuse_url
 from nvmeio._streams.progress import Progress, check_progress
+from nvmeio._tensors.errors import note
 from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CallbackError, GoneError
 from nvmeio.checkpoint._folders import cleanup
@@ -402,8 +403,8 @@ class Checkpointer:
                 self._ended = ended[number + 1 :]
                 failed = each.exception()
                 assert failed is not None
-                if words is not None and hasattr(failed, "add_note"):
-                    failed.add_note(f"this is the error of step {each.step}; {words}")
+                if words is not None:
+                    note(failed, f"this is the error of step {each.step}; {words}")
                 raise failed
 
     def _begin(self, step: int, words: list[str]) -> None:
@@ -957,8 +958,8 @@ class Checkpointer:
             if kind is None:
                 raise
             words = f"a checkpoint was not saved or copied: {failure or repr(failure)}"
-            if hasattr(error, "add_note"):
-                error.add_note(f"also, {words}")
+            if isinstance(error, BaseException):
+                note(error, f"also, {words}")
             # That exception may be caught, or one that Python prints nothing of.  Not if
             # close() was only refused.
             if not self._within:
@@ -985,11 +986,11 @@ def _warn(words: Iterable[str], other: BaseException | None = None) -> None:
         try:
             warnings.warn(each, RuntimeWarning, stacklevel=3)
         except Warning as error:
-            if failed is not None and hasattr(failed, "add_note"):
-                failed.add_note(f"also: {error}")
+            if failed is not None:
+                note(failed, f"also: {error}")
             failed = failed or error
-            if other is not None and hasattr(other, "add_note"):
-                other.add_note(each)
+            if other is not None:
+                note(other, each)
     if failed is not None and other is None:
         raise failed
 

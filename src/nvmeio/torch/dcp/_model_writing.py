@@ -350,7 +350,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _has_other_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return bool(dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _create_like(path: str, old: str) -> None:
