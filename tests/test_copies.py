@@ -508,7 +508,8 @@ def test_a_copy_without_a_file_is_damaged(tmp_path, far, name):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "of a server"), RuntimeError("of it")])
 @pytest.mark.parametrize("here", ["absent", "damaged", "removed"])
-def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path, here, error):
+@pytest.mark.parametrize("call", [("open", "/tensors.safetensors"), ("ls", "/step-2")])
+def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path, call, here, error):
     save(tmp_path / "run", "shelf://bucket/run", 1, 2)
     root = tmp_path / ("elsewhere" if here == "absent" else "run")
     if here == "damaged":
@@ -518,7 +519,7 @@ def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path, here, error):
     reader = Checkpointer(root, drain_to="shelf://bucket/run")
 
     def watch(name, path):
-        if name == "open" and path.endswith("tensors.safetensors"):
+        if name == call[0] and path.endswith(call[1]):
             raise error
 
     Shelf.watch = watch

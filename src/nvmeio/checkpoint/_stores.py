@@ -213,6 +213,17 @@ class Store:
 
     def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
         """Fetch `files` of a step, and read them; again if they were replaced meanwhile."""
+        try:
+            return self._read(step, read, files)
+        except OSError as error:
+            if not is_lost(error):
+                raise
+            # As fsspec calls errors that it does not know, and those that pass: no older
+            # step may replace this one.
+            words = f"{error}; the copy may be intact, so try again"
+            raise OSError(errno.EREMOTEIO, words, f"{self.where}/step-{step}") from error
+
+    def _read(self, step: int, read: Any, files: Collection[str]) -> Any:
         gone: Exception | None = None
         for _ in range(TRIES):
             attempts = self._attempts(step)
@@ -234,17 +245,13 @@ class Store:
             except (CheckpointError, OSError) as error:
                 if attempt not in self._attempts(step):
                     continue
-                where = f"{self.where}/{attempt.folder}"
-                if isinstance(error, OSError) and is_lost(error):
-                    # As fsspec calls errors that it does not know, and those that pass: no
-                    # older step may replace this one.
-                    words = f"{error}; the copy may be intact, so try again"
-                    raise OSError(errno.EREMOTEIO, words, where) from error
                 if isinstance(error, FileNotFoundError):
                     # Of this host: a caller that begins anew must not do so here.
-                    raise NotDamagedError(f"{where}: {error}") from error
+                    words = f"{self.where}/{attempt.folder}: {error}"
+                    raise NotDamagedError(words) from error
                 # One without a manifest is unfinished, and may be complete later.
-                if is_lost(error) and attempt.complete:
+                damaged = isinstance(error, CheckpointError) and is_lost(error)
+                if damaged and attempt.complete:
                     self._damaged.add(attempt.folder)
                     self._complete.discard(step)
                 raise error from None
