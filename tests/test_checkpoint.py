@@ -1684,7 +1684,9 @@ thread.join()
     assert Checkpointer(where).steps() == [1]
 
 
-@pytest.mark.parametrize("root", ["memory://run", "s3://bucket/run", Path("s3://bucket/run")])
+@pytest.mark.parametrize(
+    "root", ["memory://run", "s3://bucket/run", Path("s3://bucket/run")]
+)
 def test_a_url_is_no_root(root):
     with pytest.raises(ValueError, match="a URL; it must be a folder"):
         Checkpointer(root)

@@ -1027,8 +1027,9 @@ def test_a_drain_that_fails_leaves_no_part_of_a_file(source, monkeypatch, kind):
         opened = type(system).open
 
         def open_file(system, path, mode="rb", **options):
-            uploads = mode == "wb" and not options
-            return Upload(system, path) if uploads else opened(system, path, mode, **options)
+            if mode == "wb" and not options:
+                return Upload(system, path)
+            return opened(system, path, mode, **options)
 
         monkeypatch.setattr(type(system), "open", open_file)
     stays = {"/part/__0_0.distcp": b"an older one"}

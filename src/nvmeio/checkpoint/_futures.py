@@ -115,11 +115,10 @@ def _wait_for_all() -> None:
 
 # At exit Python ends the executors of concurrent.futures before it waits for threads.  By
 # them asyncio looks up the hosts of stores.  What is registered last is called first.
-with contextlib.suppress(RuntimeError):  # Python is ending already
-    import concurrent.futures.thread
+with contextlib.suppress(AttributeError, RuntimeError):  # Python is ending already
+    import concurrent.futures.thread  # noqa: F401  # registers the end of its executors
 
-    if register := getattr(threading, "_register_atexit", None):
-        register(_wait_for_all)
+    threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
 
 
 @atexit.register
