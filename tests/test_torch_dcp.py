@@ -158,6 +158,16 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
         assert torch.equal(load(tmp_path / writer, into)["a"], state["a"].double())
 
 
+@pytest.mark.parametrize("nbytes", [0, 4])
+def test_a_tensor_whose_storage_was_freed_is_not_saved(tmp_path, nbytes):
+    freed = torch.zeros(4 << 20)
+    freed.untyped_storage().resize_(nbytes)
+    words = f"'a' cannot be saved: its storage was freed: it has {nbytes} bytes"
+    with pytest.raises(CheckpointException, match=words):
+        save(tmp_path, {"a": freed})
+    assert not (tmp_path / ".metadata").exists()
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_target_whose_storage_was_freed_is_refused(tmp_path, writer):
     save(tmp_path, {"a": torch.ones(2)}, writer)

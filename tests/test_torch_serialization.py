@@ -312,7 +312,7 @@ class TestParts:
     def test_a_nested_tensor_of_the_file_fills_no_target(self, path, layout):
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
         nvmeio.torch.save({"a": nested}, path)
-        with pytest.raises(ValueError, match="'a'.+the tensor in the file is nested"):
+        with pytest.raises(ValueError, match=r"'a'.+the tensor in the file is nested"):
             nvmeio.torch.load(path, weights_only=False, out={"a": torch.zeros(5)})
 
     @pytest.mark.parametrize("kind", ["legacy", "nested", "without maps"])

@@ -473,6 +473,25 @@ KEPT = {
 }
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("nbytes", [0, 4])
+def test_a_tensor_whose_storage_was_freed_is_refused(handle, path, layout, nbytes):
+    freed = torch.zeros(2, 1 << 18)[:, :: 1 + (layout == "strided")]
+    whole = torch.ones(freed.shape)
+    handle.write(whole, path)
+    freed.untyped_storage().resize_(nbytes)
+    for call in (
+        lambda: handle.read(freed, path),
+        lambda: handle.write(freed, path),
+        lambda: nvmeio.memcpy(whole, freed),
+        lambda: nvmeio.memcpy(freed, whole),
+    ):
+        with pytest.raises(TypeError, match=f"was freed: it has {nbytes} bytes, too few"):
+            call()
+    assert whole.min() == 1
+    assert path.stat().st_size == whole.nbytes
+
+
 @pytest.mark.parametrize("change", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize(("submit", "in_place"), USES.values(), ids=USES)
 def test_a_change_that_keeps_the_memory_is_no_error(tmp_path, submit, in_place, change):

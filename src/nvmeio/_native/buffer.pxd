@@ -44,6 +44,7 @@ cdef Buffer new_buffer(object source, bint writable)
 # False for any other object.
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1
 cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept
+cdef bint has_bytes(object storage, const char *address, Py_ssize_t nbytes) except -1
 
 # Return the library that a tensor belongs to; raise TypeError for other objects.
 cdef object library_for(object source)

@@ -365,15 +365,30 @@ cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
     return not (tensor.dtype.code == dlpack.CODE_COMPLEX and source.is_conj())
 
 
+cdef bint has_bytes(object storage, const char *address, Py_ssize_t nbytes) except -1:
+    """Return whether the storage of a tensor has its bytes; not if it was resized."""
+    cdef uintptr_t begin
+    if nbytes == 0:
+        return True
+    begin = storage.data_ptr()
+    return (<uintptr_t> address >= begin
+            and <uintptr_t> address + nbytes <= begin + <size_t> storage.nbytes())
+
+
 cdef bint acquire_tensor(Buffer buffer, object library) except -1:
     """Acquire an ordinary tensor; return False, and change nothing, for any other."""
     cdef dlpack.Tensor tensor
+    cdef char *address
     source = buffer.source
     if not borrow_tensor(source, &tensor):
         return False
+    address = <char *> tensor.data + tensor.byte_offset
     # Hold the storage, not the tensor, because set_() and `.data =` replace its storage.
-    buffer.watch(source.untyped_storage())
-    buffer.address = <char *> tensor.data + tensor.byte_offset
+    storage = source.untyped_storage()
+    if not has_bytes(storage, address, count_bytes(&tensor)):
+        return False
+    buffer.watch(storage)
+    buffer.address = address
     buffer.nbytes = count_bytes(&tensor)
     if buffer.writable:
         buffer.landing = library.touch

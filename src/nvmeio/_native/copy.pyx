@@ -25,6 +25,7 @@ from nvmeio._native.buffer cimport (
     Buffer,
     borrow_tensor,
     count_bytes,
+    has_bytes,
     acquire,
     acquire_in_place,
     library_for,
@@ -213,6 +214,8 @@ cdef bint copy_tensors(object dest, object src, int team) except -1:
     else:
         # Hold the storages, not the tensors, because set_() replaces a tensor's storage.
         held = (dest.untyped_storage(), src.untyped_storage())
+        if not has_bytes(held[0], to, nbytes) or not has_bytes(held[1], of, nbytes):
+            return False
         c_pool.pool_use(to, 1)
         c_pool.pool_use(of, 1)
         try:

@@ -5,6 +5,7 @@ buffer.pyx acquires ordinary CPU tensors by itself.  This module exports all oth
 those that cannot be exported, and makes tensors in memory of the pool.
 """
 
+import contextlib
 import operator
 
 import torch
@@ -13,7 +14,7 @@ from nvmeio._memory.registry import Export
 from nvmeio._memory.strides import check_sizes, may_overlap
 from nvmeio._native import pool
 from nvmeio._native.pool import pool_memory
-from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.memory import content_problem, freed_problem
 from nvmeio._tensors.sharing import is_in_c_order
 from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch._dtypes import carrier, to_carrier, to_tensor
@@ -81,7 +82,12 @@ def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
 
 def _check_kind(tensor: torch.Tensor) -> None:
     """Raise TypeError for tensors whose contents are not a plain array."""
-    if problem := content_problem(tensor):
+    problem = content_problem(tensor)
+    if not problem:
+        # Sparse and wrapped tensors have no storage.
+        with contextlib.suppress(RuntimeError):
+            problem = freed_problem(tensor)
+    if problem:
         raise TypeError(f"cannot transfer the tensor: {problem}")
 
 

@@ -39,7 +39,9 @@ from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._streams.writing import Stages, reserve
+from nvmeio._tensors.memory import freed_problem
 from nvmeio.default import default_handle
+from nvmeio.torch._bits import is_plain
 from nvmeio.torch._saving import errors_of, saving_with
 from nvmeio.torch.dcp._archives import LARGE_BYTES, PAGE, load_allowed
 from nvmeio.torch.dcp._metadata import shards_of
@@ -429,6 +431,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         """Write an item as torch does; return its offset, and its transforms."""
         tensor = None
         if item.type != WriteItemType.BYTE_IO:
+            # torch would copy memory that is not the tensor's, and crash.
+            if is_plain(data) and (problem := freed_problem(data)):
+                raise ValueError(f"{item.index.fqn!r} cannot be saved: {problem}")
             tensor = data.detach().cpu()
             if not is_traceable_wrapper_subclass(tensor):
                 # A reader allows no classes of others, and fills the program's own tensors.
