@@ -263,7 +263,7 @@ def _records(
 def targets_in(
     out: Mapping[Any, Any], chosen: Sequence[Wanted], framework: Framework
 ) -> dict[Any, Any]:
-    """Return the tensors to read into; raise TypeError or ValueError if one does not fit."""
+    """Return the tensors to read into; raise an error if one does not fit."""
     made = {}
     for each in chosen:
         if each.key not in out:
