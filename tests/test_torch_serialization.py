@@ -18,6 +18,7 @@ import nvmeio
 import nvmeio.torch
 from helpers import MIB
 from nvmeio.torch import serialization
+from nvmeio.torch._saving import errors_of
 from workloads.common import Faults
 
 
@@ -388,6 +389,58 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
             stream.write(b"x" * size)
         assert stream.tell() == 5
     Faults(path).set()
+
+
+class Interrupted(io.BytesIO):
+    """A file in whose `count`-th transfer a signal's handler raises an exception."""
+
+    def __init__(self, content, count):
+        super().__init__(content)
+        self.left = count
+
+    def _count(self):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def write(self, data):
+        self._count()
+        return super().write(data)
+
+    def read(self, *size):
+        self._count()
+        return super().read(*size)
+
+    def readinto(self, buffer):
+        self._count()
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_an_interrupted_save_raises_what_interrupted_it(is_noted):
+    """Torch says that the file has an unexpected position."""
+    stream = Interrupted(b"", 3)
+    with pytest.raises(KeyboardInterrupt), errors_of(stream) as noting:
+        if not is_noted:
+            # The handler runs before the first line of what notes the error.
+            noting.write = stream.write
+        torch.save(torch.ones(1000), noting)
+
+
+def test_an_interrupted_load_raises_what_interrupted_it(path, state):
+    """Torch says that the file is corrupted, or goes on."""
+    nvmeio.torch.save(state, path)
+    stream = Interrupted(path.read_bytes(), 3)
+    with pytest.raises(KeyboardInterrupt), errors_of(stream) as noting:
+        torch.load(noting)
+
+
+def test_a_save_after_an_interrupt_raises_its_own_error(path):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            nvmeio.torch.save(lambda: None, path)
 
 
 def test_parts_are_loaded_in_memory_whatever_the_default_device(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class _Noting:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.errors: list[OSError | MemoryError] = []
+        self.errors: list[BaseException] = []
         # Not of this object, which would then hold itself, and the stream's memory, until
         # the garbage collector runs.
         for name in ("read", "readinto", "write"):
@@ -37,14 +38,13 @@ class _Noting:
         return getattr(self._stream, name)
 
 
-def _noted(
-    call: Callable[..., Any], errors: list[OSError | MemoryError]
-) -> Callable[..., Any]:
+def _noted(call: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(*arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except (OSError, MemoryError) as error:
+        # Also Ctrl-C, and what else a signal's handler raises.
+        except BaseException as error:
             errors.append(error)
             raise
 
@@ -53,11 +53,20 @@ def _noted(
 
 @contextlib.contextmanager
 def errors_of(stream: Any) -> Iterator[_Noting]:
-    """Raise the first error of a file object, where torch replaces it by another."""
-    noting = _Noting(stream)
+    """Raise the first error of a file object, which torch replaces by another, or drops.
+
+    After an error of ``readinto``, such as Ctrl-C, torch calls ``read``.
+    """
+    noting, before = _Noting(stream), sys.exc_info()[1]
     try:
         yield noting
-    except Exception:
-        if noting.errors:
-            raise noting.errors[0] from None
-        raise
+    except Exception as error:
+        # A signal's handler may raise beside the calls that are noted, too.
+        if not isinstance(error.__context__, Exception | None) and (
+            error.__context__ is not before
+        ):
+            noting.errors.append(error.__context__)
+        if not noting.errors:
+            raise
+    if noting.errors:
+        raise noting.errors.pop(0) from None
