@@ -429,6 +429,16 @@ def wrapper():
     return Wrapper()
 
 
+def freed():
+    found = torch.ones(3)
+    found.untyped_storage().resize_(4)
+    return found
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -436,9 +446,12 @@ def wrapper():
         (wrapper, r"it is a test_.*Wrapper, which wraps other tensors; .* dequantize\(\)"),
         (torch.nn.parameter.UninitializedParameter, "it is not initialized yet"),
         (lambda: torch._efficientzerotensor(3), r"a ZeroTensor .*; pass its clone\(\)"),
+        (freed, "its storage was freed: it has 4 bytes, too few for its elements"),
+        (nested, r"it is nested; pass its values\(\) and offsets\(\)"),
     ],
-    ids=["dtensor", "wrapper", "uninitialized", "zero"],
+    ids=["dtensor", "wrapper", "uninitialized", "zero", "freed", "nested"],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_tensor_without_memory_is_refused_by_name(tmp_path, make, words):
     tensors = {"fine": torch.ones(3), "odd": make()}
     with pytest.raises(ValueError, match=rf"Key `odd` is invalid: .*{words}"):

@@ -18,7 +18,7 @@ from nvmeio._safetensors.writing import save as _save
 from nvmeio._streams.progress import Progress
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_dtype, header_shape
 from nvmeio._tensors.frameworks import Torch
-from nvmeio._tensors.memory import bytes_of, content_problem
+from nvmeio._tensors.memory import bytes_of, content_problem, freed_problem
 from nvmeio.safetensors._open import check_backend, safe_open
 from nvmeio.safetensors._sharing import (
     _find_shared_tensors,
@@ -102,10 +102,12 @@ def _has_no_memory(tensor: torch.Tensor) -> str:
             "it is a DTensor, which is distributed over several processes; pass its "
             "full_tensor(), or save it by nvmeio.torch.dcp"
         )
-    if is_lazy(tensor) or tensor._is_zerotensor():
+    if is_lazy(tensor) or tensor._is_zerotensor() or tensor.is_nested:
         return content_problem(tensor)
     kind = type(tensor)
-    if kind in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or not tensor.numel():
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return freed_problem(tensor)
+    if tensor.is_meta or not tensor.numel():
         return ""
     try:
         if tensor.untyped_storage().data_ptr():

@@ -123,7 +123,7 @@ class Store:
         """Update each window in memory, while the next is read and the previous written."""
         nbytes = max((window.nbytes for window in windows), default=0)
         memory = self._memory(nbytes, min(BUFFERS, len(windows)))
-        bytes_of = [np.asarray(each.numpy()) for each in memory]
+        buffers = [np.asarray(each.numpy()) for each in memory]
         # For each buffer, the last request that uses it.
         last: list[Request | None] = [None] * BUFFERS
         written = _written_and(is_active)
@@ -145,9 +145,9 @@ class Store:
                 if (request := last[turn]) is not None:
                     with self._waiting():
                         pending.wait_for(request)
-                self._check(window, bytes_of[turn], written)
+                self._check(window, buffers[turn], written)
                 update(window, _viewer(window, memory[turn]))
-                self._stamp(window, bytes_of[turn], is_active)
+                self._stamp(window, buffers[turn], is_active)
                 items = self._items(window, memory[turn], is_active)
                 last[turn] = pending.write_many(items) if items else None
             with self._waiting():
