@@ -131,25 +131,29 @@ def _decoded(header: bytes) -> dict[str, Any]:
     text = header.decode()
     if text[:1] != "{":
         raise RefusedError("invalid start character in header, must start with `{`")
-    if _is_too_deep(header):
+    brackets = header.count(b"[") + header.count(b"{")
+    if brackets > _BRACKETS_SAFE and _is_too_deep(header):
         raise RefusedError(_TOO_DEEP)
     try:
         found: dict[str, Any] = _DECODER.decode(text)
     except ValueError as error:
-        raise RefusedError(f"invalid JSON in header: {error}") from None
+        words = _TOO_DEEP if _is_too_deep(header) else f"invalid JSON in header: {error}"
+        raise RefusedError(words) from None
     except RecursionError:
         # Too few brackets to overflow the stack, but more levels than Python allows.
         raise RefusedError(_TOO_DEEP) from None
+    # More than those of each tensor, the metadata and the whole.
+    if brackets > 3 * len(found) + 2 and _is_too_deep(header):
+        raise RefusedError(_TOO_DEEP)
     return found
 
 
 def _is_too_deep(header: bytes) -> bool:
-    """Return whether brackets nest so deeply that Python's json may overflow the stack.
+    """Return whether brackets nest deeper than allowed.
 
-    Its only limit is sys.setrecursionlimit(), which the program may have raised.
+    Python's json has its own limits, which depend on its version and on the program
+    (sys.setrecursionlimit), and may overflow the stack.
     """
-    if header.count(b"[") + header.count(b"{") <= _BRACKETS_SAFE:
-        return False
     # Without escaped quotes, each quote begins or ends a string.
     plain = header.replace(rb"\\", b"").replace(rb"\"", b"")
     brackets = b"".join(plain.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
