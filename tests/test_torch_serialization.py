@@ -1,10 +1,12 @@
 """nvmeio.torch.save and load: torch's own files, complete or unchanged."""
 
 import errno
+import gc
 import io
 import os
 import pickle
 import re
+import weakref
 import zipfile
 
 import numpy as np
@@ -392,7 +394,7 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
 
 
 class Interrupted(io.BytesIO):
-    """A file in whose `count`-th transfer a signal's handler raises an exception."""
+    """A file in whose `count`-th transfer, and later, a signal's handler raises an error."""
 
     def __init__(self, content, count):
         super().__init__(content)
@@ -400,7 +402,7 @@ class Interrupted(io.BytesIO):
 
     def _count(self):
         self.left -= 1
-        if not self.left:
+        if self.left <= 0:
             raise KeyboardInterrupt
 
     def write(self, data):
@@ -425,6 +427,10 @@ def test_an_interrupted_save_raises_what_interrupted_it(is_noted):
             # The handler runs before the first line of what notes the error.
             noting.write = stream.write
         torch.save(torch.ones(1000), noting)
+    held = weakref.ref(stream)
+    del stream, noting
+    gc.collect()
+    assert held() is None
 
 
 def test_an_interrupted_load_raises_what_interrupted_it(path, state):

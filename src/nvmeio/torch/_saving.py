@@ -62,11 +62,15 @@ def errors_of(stream: Any) -> Iterator[_Noting]:
         yield noting
     except Exception as error:
         # A signal's handler may raise beside the calls that are noted, too.
-        if not isinstance(error.__context__, Exception | None) and (
-            error.__context__ is not before
-        ):
+        beside = not isinstance(error.__context__, Exception | None)
+        if not noting.errors and beside and error.__context__ is not before:
             noting.errors.append(error.__context__)
         if not noting.errors:
             raise
-    if noting.errors:
-        raise noting.errors.pop(0) from None
+    finally:
+        # Kept, errors would keep the stream for ever: their frames hold torch's writer,
+        # which holds the stream where the garbage collector does not look.
+        errors = noting.errors[:1]
+        noting.errors.clear()
+    if errors:
+        raise errors.pop() from None
