@@ -394,7 +394,7 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
 
 
 class Interrupted(io.BytesIO):
-    """A file in whose `count`-th transfer, and later, a signal's handler raises an error."""
+    """A file whose `count`-th transfer, and later ones, a signal's handler interrupts."""
 
     def __init__(self, content, count):
         super().__init__(content)
@@ -421,14 +421,19 @@ class Interrupted(io.BytesIO):
 @pytest.mark.parametrize("is_noted", [True, False])
 def test_an_interrupted_save_raises_what_interrupted_it(is_noted):
     """Torch says that the file has an unexpected position."""
+
+    def save(stream):
+        with errors_of(stream) as noting:
+            if not is_noted:
+                # The handler runs before the first line of what notes the error.
+                noting.write = stream.write
+            torch.save(torch.ones(1000), noting)
+
     stream = Interrupted(b"", 3)
-    with pytest.raises(KeyboardInterrupt), errors_of(stream) as noting:
-        if not is_noted:
-            # The handler runs before the first line of what notes the error.
-            noting.write = stream.write
-        torch.save(torch.ones(1000), noting)
+    with pytest.raises(KeyboardInterrupt):
+        save(stream)
     held = weakref.ref(stream)
-    del stream, noting
+    del stream
     gc.collect()
     assert held() is None
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = ["errors_of", "saving_with"]
 
@@ -51,6 +51,12 @@ def _noted(call: Callable[..., Any], errors: list[BaseException]) -> Callable[..
     return noted
 
 
+def _is_interrupt(
+    error: BaseException | None, before: BaseException | None
+) -> TypeGuard[BaseException]:
+    return not isinstance(error, Exception | None) and error is not before
+
+
 @contextlib.contextmanager
 def errors_of(stream: Any) -> Iterator[_Noting]:
     """Raise the first error of a file object, which torch replaces by another, or drops.
@@ -62,8 +68,7 @@ def errors_of(stream: Any) -> Iterator[_Noting]:
         yield noting
     except Exception as error:
         # A signal's handler may raise beside the calls that are noted, too.
-        beside = not isinstance(error.__context__, Exception | None)
-        if not noting.errors and beside and error.__context__ is not before:
+        if not noting.errors and _is_interrupt(error.__context__, before):
             noting.errors.append(error.__context__)
         if not noting.errors:
             raise
