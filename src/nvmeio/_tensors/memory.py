@@ -10,7 +10,7 @@ import numpy.typing as npt
 from nvmeio._memory.deferred import Deferred
 from nvmeio._memory.strides import parts_of
 from nvmeio._tensors.overlapping import MemoryAt
-from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of
+from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of, start_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
 __all__ += ["moved_problem", "pieces_of", "storage_problem"]
@@ -114,11 +114,15 @@ def freed_problem(tensor: Any) -> str:
 
 def moved_problem(place: Place) -> str:
     """Return why a leaf's memory is no longer where it was; "" if it is."""
+    moved = "its memory was moved or resized"
+    if not isinstance(place.value, np.ndarray):
+        # It is detached from the leaf, so only its storage can change.
+        if start_of(place.value) != place.low:
+            return moved
+        return freed_problem(place.value)
     now = place_of(place.value)
     if (now.low, now.high) != (place.low, place.high):
-        return "its memory was moved or resized"
-    if not isinstance(place.value, np.ndarray):
-        return freed_problem(place.value)
+        return moved
     owner = place.value
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
