@@ -1820,3 +1820,11 @@ def test_a_pipe_that_is_open_for_writing_names_no_step(tmp_path):
         assert saver.steps() == [1, 2]
     finally:
         os.close(descriptor)
+
+
+def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(tmp_path, monkeypatch):
+    """As another user, who may only read it, would wait for a writer."""
+    os.mkfifo(tmp_path / "manifest.json")
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with _locks.exclusive(str(tmp_path / "manifest.json")) as free:
+        assert free

@@ -38,8 +38,10 @@ def exclusive(path: str) -> Iterator[bool]:
         try:
             # NFS grants an exclusive lock only on a descriptor open for writing.
             flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+            # Nobody else opens the other end of a pipe that is planted there.
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK
             with naming(path):
-                descriptor = stack.enter_context(opened(path, flags | os.O_NOFOLLOW))
+                descriptor = stack.enter_context(opened(path, flags))
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
