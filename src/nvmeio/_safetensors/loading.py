@@ -24,8 +24,8 @@ from nvmeio._streams.reading import (
 from nvmeio._tensors.dtypes import BITS
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework
-from nvmeio._tensors.memory import SLICE_BYTES, in_slices, is_in_c_order
-from nvmeio._tensors.sharing import place_of
+from nvmeio._tensors.memory import SLICE_BYTES, in_slices
+from nvmeio._tensors.sharing import is_in_c_order, place_of
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.default import default_handle
 
