@@ -200,6 +200,33 @@ class TestRefused:
         assert self.values(tmp_path) == self.OLD
         assert sorted(os.listdir(tmp_path)) == names
 
+    @pytest.mark.parametrize("number", [1, 2, 3])
+    def test_interrupted_between_renames(self, tmp_path, monkeypatch, number):
+        """The files are of both models then, so no library reads them as one."""
+        new = self.old(tmp_path)
+        replace, done = os.replace, []
+
+        def interrupt(part, whole):
+            if whole.endswith(".safetensors"):
+                done.append(whole)
+                if len(done) == number:
+                    raise KeyboardInterrupt
+            replace(part, whole)
+
+        monkeypatch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_sharded(new, tmp_path, max_shard_size=4000)
+        monkeypatch.undo()
+        if number == 1:
+            assert self.values(tmp_path) == self.OLD
+        else:
+            with pytest.raises(SafetensorError, match="may be of two models"):
+                load_sharded(tmp_path)
+            with pytest.raises(ValueError, match="Expecting value"):
+                json.loads((tmp_path / INDEX).read_bytes())
+        save_sharded(new, tmp_path, max_shard_size=4000)
+        assert bits(load_sharded(tmp_path)) == bits(new)
+
     def test_more_files_than_descriptors_are_refused(self, tmp_path):
         new = self.old(tmp_path)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)

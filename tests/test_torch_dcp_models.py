@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import final_name, temporary_name
-from nvmeio.safetensors import load_sharded, save_sharded
+from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -363,6 +363,9 @@ def test_a_save_interrupted_between_renames_is_an_error_on_load(
     monkeypatch.undo()
     with pytest.raises(CheckpointException, match="two saves"):
         load(tmp_path, zeroed(state_of(1)))
+    if not options.get("save_distributed"):
+        with pytest.raises(SafetensorError, match="may be of two models"):
+            load_sharded(tmp_path)
     save(tmp_path, state_of(3), **options)
     assert same(load(tmp_path, zeroed(state_of(3))), state_of(3))
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvmeio._files.descriptors import open_regular
+from nvmeio._files.descriptors import best_effort, open_regular
 from nvmeio._files.kinds import INDEX_END, json_of
 from nvmeio._files.paths import is_within
+from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile
 from nvmeio._tensors.errors import SafetensorError
 
@@ -18,12 +19,72 @@ __all__ = [
     "naming_model",
     "places_of",
     "read_index",
+    "replacing_model",
 ]
 
 # The limit of a header; an index has less about each tensor than a header.
 INDEX_BYTES_MAX = 100_000_000
 
 INDEX_NAME = f"model{INDEX_END}"
+
+# No JSON, so that every library refuses it.
+_REPLACING = (
+    b"The files of this model are being replaced one by one, or that was interrupted. They "
+    b"may be of two models: save it again.\n"
+)
+
+
+@contextlib.contextmanager
+def replacing_model(
+    folder: str, names: list[str], *, sync: bool
+) -> Iterator[Callable[[], None]]:
+    """Let nobody take a mixture of files of two models for one; yield what begins that.
+
+    Call it before the first of several files gets its name.  If one of them replaces
+    another file, the index then says so, until the caller writes it anew, or the block
+    raises before a file was replaced.
+    """
+    paths = [os.path.join(folder, name) for name in names]
+    index, old = os.path.join(folder, INDEX_NAME), None
+    before = _identities(paths)
+
+    def begin() -> None:
+        nonlocal old
+        if len(paths) > 1 and any(before):
+            found = _contents(index)
+            replace_file(_REPLACING, index, sync=sync, read_only=True)
+            old = found
+
+    try:
+        yield begin
+    except BaseException:
+        if old is not None and _identities(paths) == before:
+            with best_effort():
+                replace_file(old, index, sync=sync, read_only=True)
+        raise
+
+
+def _identities(paths: list[str]) -> list[tuple[int, int] | None]:
+    """Return what tells each file from another one that gets its name."""
+    found: list[tuple[int, int] | None] = []
+    for path in paths:
+        try:
+            now = os.lstat(path)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((now.st_dev, now.st_ino))
+    return found
+
+
+def _contents(path: str) -> bytes | None:
+    """Return the contents of an index, if it is there and can be read."""
+    try:
+        with open_regular(path) as file:
+            found: bytes = file.read(INDEX_BYTES_MAX + 1)
+    except OSError:
+        return None
+    return found if len(found) <= INDEX_BYTES_MAX else None
 
 
 @contextlib.contextmanager
@@ -93,8 +154,11 @@ def read_index(path: str) -> tuple[dict[str, str], Any]:
                 f"{path} is not the index of a model: it has {size} bytes, and "
                 f"{INDEX_BYTES_MAX} is the limit"
             )
+        text = file.read()
+        if text == _REPLACING:
+            raise SafetensorError(f"{path}: {text.decode().strip()}")
         try:
-            found = json_of(file.read())
+            found = json_of(text)
             places: dict[str, str] = dict(found["weight_map"].items())
         except UnicodeDecodeError:
             raise SafetensorError(

@@ -20,7 +20,13 @@ from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
-from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
+from nvmeio._safetensors.places import (
+    INDEX_NAME,
+    file_at,
+    naming_model,
+    places_of,
+    replacing_model,
+)
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.reading import FILES_MAX
@@ -209,8 +215,10 @@ def save_sharded(
     Notes
     -----
     Each file is replaced atomically, the index last.  At the end, files of a model that was
-    saved here before are removed.  In between, the folder has files of both models; if no
-    reader may see that, save to a new folder.
+    saved here before are removed.  If new files have the names of old ones, the index is no
+    JSON meanwhile, and stays so if the process ends there: no library then takes files of
+    both models for one.  If readers need the old model until the new one is complete, save
+    to a new folder.
 
     Examples
     --------
@@ -253,7 +261,7 @@ def save_sharded(
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
     _require_descriptors(len(shards), folder)
-    with ExitStack() as stack:
+    with replacing_model(folder, names, sync=sync) as begin, ExitStack() as stack:
         # Check and reserve all files before the first is written, and write all before the
         # first gets its name.
         writers = [
@@ -275,6 +283,7 @@ def save_sharded(
 
             write_all(report)
             done += size
+        begin()
     if len(shards) > 1:
         pairs = zip(names, shards, strict=True)
         places = {key: name for name, shard in pairs for key in shard}

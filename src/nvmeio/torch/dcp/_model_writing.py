@@ -40,6 +40,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_private, replace_file
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.places import replacing_model
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -206,7 +207,7 @@ thread_count_consolidation
         all_ = [each for group in results for each in group]
         folder = os.fspath(self.path)
         parts = {each.storage_data.relative_path for each in all_}
-        self._give_names(folder, parts)
+        self._give_names(folder, parts, indexed=not self.save_distributed)
         for each in all_:
             each.storage_data.relative_path = _whole(each.storage_data.relative_path)
         if not self.save_distributed:
@@ -220,10 +221,14 @@ thread_count_consolidation
         alone = self.save_distributed and not self.use_collectives
         return f"shard-{(self.rank or 0) + 1:05d}-" if alone else ""
 
-    def _give_names(self, folder: str, parts: Iterable[str]) -> None:
-        """Rename the files of this save to their final names, durably."""
+    def _give_names(self, folder: str, parts: Iterable[str], *, indexed: bool) -> None:
+        """Rename the files of this save to their final names, durably.
+
+        If they are `indexed`, the caller writes an index afterwards.
+        """
         parts = sorted(parts)
-        if len(set(map(_whole, parts))) < len(parts):
+        names = [_whole(part) for part in parts]
+        if len({*names}) < len(parts):
             raise RuntimeError(f"several ranks wrote a file of the same name: {parts}")
         missing = [part for part in parts if not exists(os.path.join(folder, part))]
         if missing:
@@ -233,9 +238,12 @@ thread_count_consolidation
                 "folder, and only one save may go on there",
                 os.path.join(folder, missing[0]),
             )
-        for part in parts:
-            self._check_claim()
-            rename(os.path.join(folder, part), os.path.join(folder, _whole(part)))
+        with contextlib.ExitStack() as stack:
+            if indexed:
+                stack.enter_context(replacing_model(folder, names, sync=self.sync_files))()
+            for part, name in zip(parts, names, strict=True):
+                self._check_claim()
+                rename(os.path.join(folder, part), os.path.join(folder, name))
         if self.sync_files:
             sync_folder(folder)
 
@@ -299,7 +307,7 @@ thread_count_consolidation
             # transformers requires the key "format".
             told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
             save(sources, path, told, sync=self.sync_files)
-        self._give_names(target, parts_of.values())
+        self._give_names(target, parts_of.values(), indexed=True)
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
             for name, sources in named.items()
