@@ -554,7 +554,8 @@ class TestCancelledAppends:
                         await asyncio.sleep(0)
                         steps += 1
                 await task
-                assert steps > 2
+                # Python 3.14 looks at once whether the executor is done.
+                assert steps > (2 if sys.version_info < (3, 14) else 0)
                 assert len(array) == 2
 
         run(main())
