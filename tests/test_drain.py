@@ -968,6 +968,7 @@ def test_a_wrong_object_is_deleted(source, monkeypatch):
     system.store.clear()
 
 
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python refuses the thread")
 def test_a_store_that_needs_executors_works_while_python_exits(tmp_path):
     """As asyncio does, and with it s3fs, to look up a host."""
     program = """
