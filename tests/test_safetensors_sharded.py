@@ -17,12 +17,15 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 import safetensors.numpy
 import safetensors.torch
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import CheckpointException
 
 from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
+from nvmeio.torch.dcp import HuggingFaceStorageReader
 
 INDEX = "model.safetensors.index.json"
 
@@ -225,6 +228,49 @@ class TestRefused:
             with pytest.raises(ValueError, match="Expecting value"):
                 json.loads((tmp_path / INDEX).read_bytes())
         save_sharded(new, tmp_path, max_shard_size=4000)
+        assert bits(load_sharded(tmp_path)) == bits(new)
+
+    @pytest.mark.parametrize("links", [False, True])
+    def test_interrupted_between_renames_of_linked_files(self, tmp_path, monkeypatch, links):
+        """A link is the same file afterwards, but what it leads to is not."""
+        new = self.old(tmp_path)
+        if links:
+            (tmp_path / "blobs").mkdir()
+            for name in [each for each in os.listdir(tmp_path) if each != "blobs"]:
+                os.rename(tmp_path / name, tmp_path / "blobs" / name)
+                os.symlink(tmp_path / "blobs" / name, tmp_path / name)
+        replace, done = os.replace, []
+
+        def interrupt(part, whole):
+            if whole.endswith(".safetensors"):
+                if done:
+                    raise KeyboardInterrupt
+                done.append(whole)
+            replace(part, whole)
+
+        monkeypatch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_sharded(new, tmp_path, max_shard_size=4000)
+        monkeypatch.undo()
+        with pytest.raises(SafetensorError, match="may be of two models"):
+            load_sharded(tmp_path)
+        with pytest.raises(CheckpointException, match="may be of two models"):
+            reader = HuggingFaceStorageReader(tmp_path)
+            checkpoint.load(dict(new), storage_reader=reader, no_dist=True)
+
+    def test_saved_anew_between_two_opens(self, tmp_path, monkeypatch):
+        new = self.old(tmp_path)
+        opened, done = _sharded.file_at, []
+
+        def save_between(*args):
+            if len(done) == 1:
+                save_sharded(new, tmp_path, max_shard_size=4000)
+            done.append(args)
+            return opened(*args)
+
+        monkeypatch.setattr(_sharded, "file_at", save_between)
+        with pytest.raises(SafetensorError, match="may be of two models"):
+            load_sharded(tmp_path)
         assert bits(load_sharded(tmp_path)) == bits(new)
 
     def test_more_files_than_descriptors_are_refused(self, tmp_path):

@@ -17,6 +17,7 @@ __all__ = [
     "file_at",
     "indices_in",
     "naming_model",
+    "of_one_save",
     "places_of",
     "read_index",
     "replacing_model",
@@ -64,16 +65,47 @@ def replacing_model(
         raise
 
 
-def _identities(paths: list[str]) -> list[tuple[int, int] | None]:
-    """Return what tells each file from another one that gets its name."""
-    found: list[tuple[int, int] | None] = []
+def of_one_save(path: str) -> Callable[[], None]:
+    """Return what raises SafetensorError if the files opened since may be of two saves.
+
+    Call this before the index is read, and what it returns when all files are open: a save
+    changes the index before the first of several files gets its name.
+    """
+    index = path if path.endswith(INDEX_END) else os.path.join(path, INDEX_NAME)
+    before = _version(index)
+
+    def check() -> None:
+        if _version(index) != before:
+            raise SafetensorError(
+                f"{index} was replaced while the files of its model were opened, which may "
+                "be of two models: load it again"
+            )
+        is_small = before is not None and before[0] == len(_REPLACING)
+        if is_small and _contents(index) == _REPLACING:
+            raise SafetensorError(f"{index}: {_REPLACING.decode().strip()}")
+
+    return check
+
+
+def _version(path: str) -> tuple[int, ...] | None:
+    """Return what tells a file from another one, not its number, which some mounts change."""
+    (found,) = _identities([path])
+    return None if found is None else found[2:]
+
+
+def _identities(paths: list[str]) -> list[tuple[int, ...] | None]:
+    """Return what tells each file from another one that gets its name.
+
+    A link leads to a file that is replaced, and stays.
+    """
+    found: list[tuple[int, ...] | None] = []
     for path in paths:
         try:
-            now = os.lstat(path)
+            now = os.stat(path)
         except OSError:
             found.append(None)
         else:
-            found.append((now.st_dev, now.st_ino))
+            found.append((now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns))
     return found
 
 

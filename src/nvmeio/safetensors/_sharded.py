@@ -24,6 +24,7 @@ from nvmeio._safetensors.places import (
     INDEX_NAME,
     file_at,
     naming_model,
+    of_one_save,
     places_of,
     replacing_model,
 )
@@ -120,7 +121,9 @@ def load_sharded(
     mapped = mapped_choice(mapped, direct, out)
     kind = framework_of(framework, device)
     rules = rules_of(kind, "mmap")
-    places = places_of(os.fsdecode(path_of(folder_or_index)))
+    model = os.fsdecode(path_of(folder_or_index))
+    check = of_one_save(model)
+    places = places_of(model)
     parts = dict(slices or {})
     if wanted is None:
         wanted = list(places)
@@ -161,6 +164,7 @@ def load_sharded(
                 if versions.get(path, file.version) != file.version:
                     raise file.changed()
                 chosen += choose(path, file)
+            check()
             if progress is not None and len(paths) > FILES_MAX:
 
                 def report(done: int, _: int, before: int = before) -> None:
@@ -216,9 +220,9 @@ def save_sharded(
     -----
     Each file is replaced atomically, the index last.  At the end, files of a model that was
     saved here before are removed.  If new files have the names of old ones, the index is no
-    JSON meanwhile, and stays so if the process ends there: no library then takes files of
-    both models for one.  If readers need the old model until the new one is complete, save
-    to a new folder.
+    JSON meanwhile, and stays so if the process ends there, so that nobody who reads it takes
+    files of both models for one (torch's ``HuggingFaceStorageReader`` does not read it).  If
+    readers need the old model until the new one is complete, save to a new folder.
 
     Examples
     --------

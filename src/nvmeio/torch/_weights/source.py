@@ -11,7 +11,7 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.loading import look_up
-from nvmeio._safetensors.places import naming_model, places_of
+from nvmeio._safetensors.places import naming_model, of_one_save, places_of
 from nvmeio._tensors.dtypes import torch_dtype
 from nvmeio.torch._weights.lazy import LazyTensor, arranged
 from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Weight
@@ -70,6 +70,7 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        check = of_one_save(path)
         try:
             self.places = places_of(path)
         except FileNotFoundError as error:
@@ -84,6 +85,7 @@ class Checkpoint:
             for place in sorted(set(self.places.values())):
                 with naming_model(place):
                     self.files[place] = ModelFile(place)
+            check()
         except BaseException:
             self.close()
             raise

@@ -31,6 +31,7 @@ from torch.futures import Future
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.kinds import what_is_in
 from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.places import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
@@ -110,6 +111,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
     def read_metadata(self) -> Metadata:
         """Read the headers of all files in the folder."""
         folder = os.fspath(self.path)
+        check = of_one_save(folder)
         names = sorted(n for n in _names_in(folder) if n.endswith(_hf_utils.SUFFIX))
         if not names:
             words = f"no model files; {what_is_in(folder)}"
@@ -160,6 +162,9 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                     f"{' and '.join(list(paths.values())[:2])} are from two saves, one of "
                     "which did not finish; save again, or remove the files of one"
                 )
+        if not saves:
+            # No file has a key that tells its save.
+            check()
         _refuse_gaps(found, sizes, folder)
         self._has_read(digest.hexdigest(), folder)
         metadata = Metadata(state_dict_metadata=found, storage_data=storage)
