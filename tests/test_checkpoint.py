@@ -298,6 +298,23 @@ class TestDamage:
                 with pytest.raises(CheckpointError, match=words):
                     careful.restore(2, **options)
 
+    def test_checksums_find_a_wrong_read_of_a_good_file(self, root, monkeypatch):
+        """As of a bad cable: no other step or copy is at fault."""
+        read = _restoring._read
+
+        def misread(*arguments):
+            bases, values = read(*arguments)
+            bases["weights"].view(np.uint8).flat[5] ^= 1
+            return bases, values
+
+        with Checkpointer(root, verify="checksum") as careful:
+            careful.save(1, {"weights": np.arange(1000)})
+            monkeypatch.setattr(_restoring, "_read", misread)
+            for options in ({}, {"into": {"weights": np.zeros(1000, int)}}):
+                with pytest.raises(CheckpointError, match="was read wrongly"):
+                    careful.restore(**options)
+            assert careful.steps() == [1]
+
     @pytest.mark.parametrize("options", [{}, {"names": ["weights"]}])
     def test_a_new_time_alone_is_no_damage(self, checkpointer, root, monkeypatch, options):
         """As touch(1) sets it, each time that the file is read; other bytes are damage."""

@@ -203,10 +203,14 @@ class Held:
                 break
             for piece in pieces_of(tensors[each.name]):
                 seen(piece)
-        # If they differ, read the file, so that the error names the damaged bytes.  If the
-        # file is intact, the program has changed the memory meanwhile, which is no error.
+        # If they differ, read the file, so that the error names the damaged bytes.
         if seen.sums() != record.checksums:
             self._verify_file(TENSORS)
+            raise NotDamagedError(
+                f"{file.path} was read wrongly, and rightly when it was read again: the "
+                "drive or the memory is unreliable, or the program changes what is being "
+                "restored; restore again"
+            )
 
     def restore(
         self,
