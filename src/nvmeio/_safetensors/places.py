@@ -88,7 +88,7 @@ def of_one_save(path: str) -> Callable[[], None]:
 
 
 def _version(path: str) -> tuple[int, ...] | None:
-    """Return what tells a file from another one, not its number, which some mounts change."""
+    """Return what tells a file from others; some mounts change its number."""
     (found,) = _identities([path])
     return None if found is None else found[2:]
 

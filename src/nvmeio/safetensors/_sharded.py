@@ -220,8 +220,8 @@ def save_sharded(
     -----
     Each file is replaced atomically, the index last.  At the end, files of a model that was
     saved here before are removed.  If new files have the names of old ones, the index is no
-    JSON meanwhile, and stays so if the process ends there, so that nobody who reads it takes
-    files of both models for one (torch's ``HuggingFaceStorageReader`` does not read it).  If
+    JSON meanwhile, and stays so if the process ends there: who reads it takes no files of
+    both models for one.  (torch's ``HuggingFaceStorageReader`` does not read it.)  If
     readers need the old model until the new one is complete, save to a new folder.
 
     Examples
