@@ -231,7 +231,7 @@ class TestRefused:
         assert bits(load_sharded(tmp_path)) == bits(new)
 
     @pytest.mark.parametrize("links", [False, True])
-    def test_interrupted_between_renames_of_linked_files(self, tmp_path, monkeypatch, links):
+    def test_interrupted_between_renames_of_links(self, tmp_path, monkeypatch, links):
         """A link is the same file afterwards, but what it leads to is not."""
         new = self.old(tmp_path)
         if links:
@@ -254,8 +254,8 @@ class TestRefused:
         monkeypatch.undo()
         with pytest.raises(SafetensorError, match="may be of two models"):
             load_sharded(tmp_path)
+        reader = HuggingFaceStorageReader(tmp_path)
         with pytest.raises(CheckpointException, match="may be of two models"):
-            reader = HuggingFaceStorageReader(tmp_path)
             checkpoint.load(dict(new), storage_reader=reader, no_dist=True)
 
     def test_saved_anew_between_two_opens(self, tmp_path, monkeypatch):
