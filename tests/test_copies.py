@@ -24,7 +24,7 @@ from children import Child
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host, _start_of, temporary_name
-from nvmeio.checkpoint import Checkpointer, CheckpointError, _roots, drain
+from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _roots, drain
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Remote
@@ -1499,3 +1499,35 @@ def test_a_password_in_a_url_is_not_shown_if_a_copy_fails(
     shown = [str(raised.value), *(str(each.message) for each in caught), caplog.text]
     assert all("me:***@host/run" in each for each in shown)
     assert not any("secret" in each for each in shown)
+
+
+@pytest.mark.parametrize("reads", [1, None])
+@pytest.mark.parametrize("url", [False, True])
+def test_a_wrong_read_is_no_copy(tmp_path, monkeypatch, reads, url):
+    """Of a bad cable it is read again; of a rotten file the copy fails."""
+    far = "memory://misread" if url else str(tmp_path / "far")
+    pieces_of, wrong = _draining.pieces_of, []
+
+    def misread(file, size):
+        for piece in pieces_of(file, size):
+            if size > 8000 and (reads is None or len(wrong) < reads):
+                piece = piece.copy()
+                piece[-5] ^= 1
+                wrong.append(size)
+            yield piece
+
+    monkeypatch.setattr(_draining, "pieces_of", misread)
+    monkeypatch.setattr(_draining, "PAUSE_S", 0.001)
+    state = {"weights": np.arange(1000.0)}
+    saver = Checkpointer(tmp_path / "near", drain_to=far)
+    saver.save(1, state)
+    if reads is None:
+        with pytest.raises(OSError, match=r"tensors.* is damaged: bytes 0 to"):
+            saver.drained.result()
+        assert Checkpointer(tmp_path / "other", drain_to=far).steps() == []
+    else:
+        saver.drained.result()
+        found = Checkpointer(tmp_path / "other", drain_to=far).restore(1)
+        assert np.array_equal(found["weights"], state["weights"])
+    assert wrong
+    fsspec.filesystem("memory").store.clear()

@@ -4,6 +4,7 @@ import errno
 import logging
 import threading
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any
 
 from nvmeio._arguments.types import Path
@@ -12,6 +13,7 @@ from nvmeio._files.paths import exists_now
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import CheckpointError, MovedError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
+from nvmeio.checkpoint._manifest import Manifest
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import TRIES, Kept, Root, StepPlace, prune
@@ -108,8 +110,8 @@ class Copies:
             future.fail(failed, f"step {step} was not copied")
 
     def _copy(self, step: int, folder: str) -> int:
-        def copy(place: Place) -> int:
-            work = Drain(folder, place, (MANIFEST,), RETRIES, None)
+        def copy(saved: Manifest, place: Place) -> int:
+            work = Drain(folder, place, (MANIFEST,), RETRIES, None, saved)
             self._drain = step, work.future
             work.start()
             return work.future.result()
@@ -117,9 +119,9 @@ class Copies:
         for _ in range(TRIES):
             try:
                 # Held, so that the step is not pruned while it is copied.
-                with Held(folder, step):
+                with Held(folder, step) as held:
                     self.place.take(step)
-                    nbytes = self.place.copy(step, copy)
+                    nbytes = self.place.copy(step, partial(copy, held.manifest))
                 break
             except MovedError:
                 if step in self._root.removed:

@@ -22,6 +22,13 @@ from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
+from nvmeio.checkpoint._manifest import (
+    BLOCK_BYTES,
+    Checksums,
+    Manifest,
+    Record,
+    require_same,
+)
 from nvmeio.checkpoint._places import (
     Bytes,
     Place,
@@ -138,6 +145,7 @@ class Drain:
         last: Collection[str],
         retries: int,
         bandwidth: float | None,
+        saved: Manifest | None = None,
     ) -> None:
         self.source = absolute_folder("source", source)
         self.place = place
@@ -158,6 +166,13 @@ class Drain:
                 f"the target, {place.root!r}, is inside the source, {self.source!r}; "
                 "choose a target outside"
             )
+        # What the files are known to be.
+        self._records: dict[str, Record] = {}
+        self._block_bytes = BLOCK_BYTES
+        if saved is not None:
+            known = saved.files.items()
+            self._records = {n: each for n, each in known if each.checksums is not None}
+            self._block_bytes = saved.block_bytes
         folders, self._states = _files_below(self.source)
         self.sizes = {name: state[0] for name, state in self._states.items()}
         self.folders, self._made = folders, False
@@ -328,13 +343,22 @@ class Drain:
             with self.place.writing(name) as writer:
                 if self.place.names_at_once:
                     self._old_last.discard(name)
-                expected = 0
+                expected, seen = 0, Checksums(self._block_bytes)
+                record = self._records.get(name)
                 for piece in pieces_of(file, size):
                     self._throttle(piece)
                     expected = crc32c.crc32c(piece.data, expected)
+                    if record is not None:
+                        seen(piece)
                     writer.write(piece)
                 if _state_of(os.fstat(file.fileno())) != _state_of(before):
                     raise CheckpointError(f"{path} has changed while it was copied")
+                if record is not None:
+                    try:
+                        require_same(path, seen, record)
+                    except CheckpointError as error:
+                        # It may be good when it is read again.
+                        raise _DifferentError(str(error)) from None
                 writer.finish()
                 found, nbytes = self._sum(writer.read())
                 if (found, nbytes) != (expected, size):
