@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
+from nvmeio._safetensors import places
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader
 
@@ -271,6 +273,37 @@ class TestRefused:
         monkeypatch.setattr(_sharded, "file_at", save_between)
         with pytest.raises(SafetensorError, match="may be of two models"):
             load_sharded(tmp_path)
+        assert bits(load_sharded(tmp_path)) == bits(new)
+
+    def test_two_saves_at_once(self, tmp_path, monkeypatch):
+        """The files of the second get their names after those of the first."""
+        new = self.old(tmp_path)
+        replace, second = os.replace, []
+
+        def save_between(part, whole):
+            if not second and whole.endswith(".safetensors"):
+                second.append(
+                    threading.Thread(target=save_sharded, args=(new, tmp_path, 4000))
+                )
+                replace(part, whole)
+                monkeypatch.setattr(places, "_is_locked", was_refused)
+                second[0].start()
+                assert refused.wait(60)
+            else:
+                replace(part, whole)
+
+        is_locked, refused = places._is_locked, threading.Event()
+
+        def was_refused(descriptor):
+            found = is_locked(descriptor)
+            if not found:
+                refused.set()
+            return found
+
+        monkeypatch.setattr(os, "replace", save_between)
+        third = {name: tensor + 100 for name, tensor in new.items()}
+        save_sharded(third, tmp_path, max_shard_size=4000)
+        second[0].join()
         assert bits(load_sharded(tmp_path)) == bits(new)
 
     def test_more_files_than_descriptors_are_refused(self, tmp_path):

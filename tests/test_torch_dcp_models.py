@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import final_name, temporary_name
+from nvmeio._safetensors import places
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
@@ -550,7 +551,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     """Wherever the first one is held, while the other one saves as far as it can."""
     seeds, held, goes_on = {1: [], 2: []}, threading.Event(), threading.Event()
     first = threading.local()
-    alone, replace = _model_writing._alone_in, os.replace
+    alone, replace = _model_writing.alone_in, os.replace
     write_index = HuggingFaceStorageWriter._write_index
 
     def hold():
@@ -558,10 +559,10 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
             held.set()
             assert goes_on.wait(60)
 
-    def held_before(*arguments):
+    def held_before(*arguments, **options):
         if at == "before the lock":
             hold()
-        return alone(*arguments)
+        return alone(*arguments, **options)
 
     def held_between(*arguments):
         if at == "in the middle" and not held.is_set():
@@ -575,9 +576,9 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
 
     if at == "before the index":
         # The other one does not wait for the lock, and has files of other names.
-        monkeypatch.setattr(_model_writing, "PATIENCE_S", 0)
+        monkeypatch.setattr(places, "PATIENCE_S", 0)
     monkeypatch.setattr(HuggingFaceStorageWriter, "_write_index", held_with_the_lock)
-    monkeypatch.setattr(_model_writing, "_alone_in", held_before)
+    monkeypatch.setattr(_model_writing, "alone_in", held_before)
     monkeypatch.setattr(_model_writing.os, "replace", held_between)
 
     def run(seed):
@@ -612,7 +613,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
 
 
 def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(_model_writing, "PATIENCE_S", 0)
+    monkeypatch.setattr(places, "PATIENCE_S", 0)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_SH)

@@ -1,11 +1,14 @@
 """Which file has which tensor of a model in one or several safetensors files."""
 
 import contextlib
+import errno
+import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvmeio._files.descriptors import best_effort, open_regular
+from nvmeio._files.descriptors import FOLDER, best_effort, open_regular, opened
 from nvmeio._files.kinds import INDEX_END, json_of
 from nvmeio._files.paths import is_within
 from nvmeio._publish.files import replace_file
@@ -14,6 +17,7 @@ from nvmeio._tensors.errors import SafetensorError
 
 __all__ = [
     "INDEX_NAME",
+    "alone_in",
     "file_at",
     "indices_in",
     "naming_model",
@@ -28,11 +32,54 @@ INDEX_BYTES_MAX = 100_000_000
 
 INDEX_NAME = f"model{INDEX_END}"
 
+# How long a save waits until another one has renamed its files.
+PATIENCE_S = 60
+
 # No JSON, so that every library refuses it.
 _REPLACING = (
     b"The files of this model are being replaced one by one, or that was interrupted. They "
     b"may be of two models: save it again.\n"
 )
+
+
+@contextlib.contextmanager
+def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
+    """Wait until no other save renames its files in a folder.
+
+    Users who may only read the folder can lock it too, and must not stop a save.  So a save
+    that `goes_on` does so after the limit.
+    """
+    with opened(folder, FOLDER) as descriptor:
+        end = time.monotonic() + PATIENCE_S
+        while not _is_locked(descriptor):
+            if time.monotonic() > end:
+                if goes_on:
+                    break
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"another save renames its files for more than {PATIENCE_S} s, or "
+                    "another program has locked the folder; make one save at a time",
+                    folder,
+                )
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            # At once, also if a child that was forked meanwhile has the descriptor too.
+            with best_effort():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a folder; return False if another process or thread has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The file system has no locks, or none of folders.
+        pass
+    return True
 
 
 @contextlib.contextmanager
@@ -47,10 +94,11 @@ def replacing_model(
     """
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
-    before = _identities(paths)
+    before: list[tuple[int, ...] | None] = []
 
     def begin() -> None:
-        nonlocal old
+        nonlocal before, old
+        before = _identities(paths)
         if len(paths) > 1 and any(before):
             found = _contents(index)
             replace_file(_REPLACING, index, sync=sync, read_only=True)

@@ -22,6 +22,7 @@ from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
 from nvmeio._safetensors.places import (
     INDEX_NAME,
+    alone_in,
     file_at,
     naming_model,
     of_one_save,
@@ -265,38 +266,43 @@ def save_sharded(
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
     _require_descriptors(len(shards), folder)
-    with replacing_model(folder, names, sync=sync) as begin, ExitStack() as stack:
-        # Check and reserve all files before the first is written, and write all before the
-        # first gets its name.
-        writers = [
-            stack.enter_context(
-                saving(kind._sources(shard), os.path.join(folder, name), text, **options)
-            )
-            for name, shard in zip(names, shards, strict=True)
-        ]
-        for write_all, shard in zip(writers, shards, strict=True):
-            size = sum(tensor.nbytes for tensor in shard.values())
-            report = None
-            if progress is not None:
+    with ExitStack() as alone:
+        with replacing_model(folder, names, sync=sync) as begin, ExitStack() as stack:
+            # Check and reserve all files before the first is written, and write all before
+            # the first gets its name.
+            writers = [
+                stack.enter_context(
+                    saving(
+                        kind._sources(shard), os.path.join(folder, name), text, **options
+                    )
+                )
+                for name, shard in zip(names, shards, strict=True)
+            ]
+            for write_all, shard in zip(writers, shards, strict=True):
+                size = sum(tensor.nbytes for tensor in shard.values())
+                report = None
+                if progress is not None:
 
-                def report(
-                    written: int, of: int, before: int = done, size: int = size
-                ) -> None:
-                    # Without the headers.
-                    progress(before + min(size, max(0, written - of + size)), total)
+                    def report(
+                        written: int, of: int, before: int = done, size: int = size
+                    ) -> None:
+                        # Without the headers.
+                        progress(before + min(size, max(0, written - of + size)), total)
 
-            write_all(report)
-            done += size
-        begin()
-    if len(shards) > 1:
-        pairs = zip(names, shards, strict=True)
-        places = {key: name for name, shard in pairs for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        path = os.path.join(folder, INDEX_NAME)
-        replace_file(contents.encode(), path, sync=sync, read_only=True)
-        names.append(INDEX_NAME)
-    _remove_others(folder, set(names))
+                write_all(report)
+                done += size
+            # Else files of two saves could be left, with an index.
+            alone.enter_context(alone_in(folder, goes_on=True))
+            begin()
+        if len(shards) > 1:
+            pairs = zip(names, shards, strict=True)
+            places = {key: name for name, shard in pairs for key in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            path = os.path.join(folder, INDEX_NAME)
+            replace_file(contents.encode(), path, sync=sync, read_only=True)
+            names.append(INDEX_NAME)
+        _remove_others(folder, set(names))
     return names
 
 

@@ -2,15 +2,13 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import math
 import os
 import re
 import secrets
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -40,7 +38,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_private, replace_file
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.places import replacing_model
+from nvmeio._safetensors.places import alone_in, replacing_model
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -63,10 +61,6 @@ __all__ = ["HuggingFaceStorageWriter"]
 
 # The final names of a save's files.
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
-
-
-# How long a save waits until another one has renamed its files.
-PATIENCE_S = 60
 
 
 class HuggingFaceStorageWriter(OfThread, hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
@@ -193,7 +187,8 @@ thread_count_consolidation
         """Rename the files, write the index or join the parts, and remove old files."""
         try:
             # Only one save renames its files at a time, where the file system has locks.
-            with _alone_in(os.fspath(self.path), self._save.claim):
+            claimed = self._save.claim is not None
+            with alone_in(os.fspath(self.path), goes_on=claimed):
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
@@ -315,46 +310,6 @@ thread_count_consolidation
         ]
         self._write_index(target, whole, metadata)
         self._remove_old(target, set(named))
-
-
-@contextlib.contextmanager
-def _alone_in(folder: str, claim: Claim | None) -> Iterator[None]:
-    """Wait until no other save renames its files in a folder.
-
-    Users who may only read the folder can lock it too, and must not stop a save.  So a save
-    that has a claim goes on after the limit, and checks it before each step others can see.
-    """
-    with descriptors.opened(folder, descriptors.FOLDER) as descriptor:
-        end = time.monotonic() + PATIENCE_S
-        while not _is_locked(descriptor):
-            if time.monotonic() > end:
-                if claim is not None:
-                    break
-                raise FileExistsError(
-                    errno.EEXIST,
-                    f"another save renames its files for more than {PATIENCE_S} s, or "
-                    "another program has locked the folder; make one save at a time",
-                    folder,
-                )
-            time.sleep(0.01)
-        try:
-            yield
-        finally:
-            # At once, also if a child that was forked meanwhile has the descriptor too.
-            with descriptors.best_effort():
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Lock a folder; return False if another process or thread has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # The file system has no locks, or none of folders.
-        pass
-    return True
 
 
 def _has_other_ranks() -> bool:
