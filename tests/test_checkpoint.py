@@ -315,6 +315,18 @@ class TestDamage:
                     careful.restore(**options)
             assert careful.steps() == [1]
 
+    def test_what_verify_has_found_damaged_is_not_restored(self, checkpointer, root):
+        path = root / "step-2" / "tensors.safetensors"
+        flip(path, 500_000)
+        with pytest.raises(CheckpointError):
+            checkpointer.verify(2)
+        assert checkpointer.latest() == 1
+        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped: {path} is damaged"):
+            assert same(checkpointer.restore(), state_of(1))
+        flip(path, 500_000)
+        checkpointer.verify(2)
+        assert same(checkpointer.restore(), state_of(2))
+
     @pytest.mark.parametrize("options", [{}, {"names": ["weights"]}])
     def test_a_new_time_alone_is_no_damage(self, checkpointer, root, monkeypatch, options):
         """As touch(1) sets it, each time that the file is read; other bytes are damage."""

@@ -122,6 +122,35 @@ def test_a_step_that_is_lost_is_no_beginning(tmp_path, roots, what):
     assert words in found[0]
 
 
+def test_a_step_that_this_process_has_found_damaged_is_no_beginning(tmp_path):
+    """Its files have the sizes that were saved."""
+    with Checkpointer(tmp_path) as checkpointer:
+        path = checkpointer.save(7, {"step": 7}) / "tree.json"
+        path.write_bytes(path.read_bytes().replace(b"7", b"8"))
+        assert checkpointer.agreed_step() == 7
+        with pytest.raises(CheckpointError):
+            checkpointer.restore(7)
+        with pytest.raises(CheckpointError, match=r"step 7: .*tree\.json is damaged"):
+            checkpointer.agreed_step()
+
+
+def test_a_newest_step_that_is_damaged_everywhere_is_passed_over_with_its_error(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(6, {"step": 6})
+        manifest = checkpointer.save(7, {"step": 7}) / "manifest.json"
+        (tmp_path / "step-8").mkdir()
+        (tmp_path / "step-8/notes").touch()
+        text = manifest.read_bytes()
+        manifest.write_bytes(text[:50])
+        with pytest.warns(RuntimeWarning, match=f"step 7 is passed over: {manifest}") as one:
+            assert checkpointer.agreed_step() == 6
+        assert len(one) == 1
+        # No older step takes the place of one of another version.
+        manifest.write_bytes(text.replace(b"checkpoint-2", b"checkpoint-3"))
+        with pytest.raises(CheckpointError, match="checkpoint-3"):
+            checkpointer.agreed_step()
+
+
 def test_strangers_folders_are_no_steps(tmp_path):
     (tmp_path / "run/step-9").mkdir(parents=True)
     (tmp_path / "run/step-9/.metadata").touch()

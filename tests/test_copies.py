@@ -1531,3 +1531,45 @@ def test_a_wrong_read_is_no_copy(tmp_path, monkeypatch, reads, url):
         assert np.array_equal(found["weights"], state["weights"])
     assert wrong
     fsspec.filesystem("memory").store.clear()
+
+
+def test_a_copy_that_drain_has_repaired_counts_again(tmp_path):
+    far = "memory://repaired"
+    fsspec.filesystem("memory").store.clear()
+    source = Checkpointer(tmp_path / "near").save(7, {"w": np.full(9, 7)})
+    drain(source, f"{far}/step-7").result()
+    fsspec.filesystem("memory").rm_file("/repaired/step-7/tensors.safetensors")
+    reader = Checkpointer(tmp_path / "other", drain_to=far)
+    with pytest.raises(CheckpointError, match="is missing"):
+        reader.restore()
+    assert reader.steps() == []
+    drain(source, f"{far}/step-7").result()
+    assert (reader.steps(), value(reader.restore())) == ([7], 7)
+
+
+def test_a_later_save_that_drain_has_copied_is_the_one_to_read(tmp_path):
+    far = "memory://later"
+    fsspec.filesystem("memory").store.clear()
+    save(tmp_path / "near", far, 300)
+    again = Checkpointer(tmp_path / "near").save(300, {"w": np.full(9, 301)})
+    drain(again, f"{far}/step-300", last=("manifest.json",)).result()
+    reader = Checkpointer(tmp_path / "other", drain_to=far)
+    assert value(reader.restore()) == 301
+    # The next copy of this step replaces both.
+    save(tmp_path / "near", far, 300)
+    assert value(reader.restore(300)) == 300
+
+
+def test_runs_that_copy_other_steps_to_one_store_remove_nothing(tmp_path):
+    far = "memory://two"
+    fsspec.filesystem("memory").store.clear()
+    one, two = (Checkpointer(tmp_path / n, drain_to=far, keep=1) for n in "ab")
+    one.save(10, 10)
+    one.drained.result()
+    two.save(1000, 1000)
+    two.drained.result()
+    for saver, step in ((one, 20), (two, 1010)):
+        saver.save(step, step)
+        with pytest.raises(FileExistsError, match="another run copies here too"):
+            saver.drained.result()
+    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [20, 1000, 1010]

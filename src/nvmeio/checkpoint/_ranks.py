@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvmeio._files.kinds import MANIFEST
-from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._errors import CheckpointError, is_lost
 from nvmeio.checkpoint._steps import Steps
 
 __all__ = ["agree", "agreed_step"]
@@ -73,7 +73,10 @@ def _agreed(steps: Steps, gather: Gather, words: list[str]) -> int | None:
     def require_none() -> None:
         # Steps that are damaged, or named but missing, are not none.
         with contextlib.suppress(FileNotFoundError):
-            steps.read(None, lambda held: None, (MANIFEST,))
+            step, _ = steps.read(None, lambda held: None, (MANIFEST,))
+            raise CheckpointError(
+                f"step {step} was found damaged before, or has come meanwhile"
+            )
 
     listed: list[list[int]] = []
     while True:
@@ -113,6 +116,11 @@ def _agree_on(
                 return step
             if any(saves):
                 words.append(_passed_over(step, saves))
+            else:
+                found = gathered(functools.partial(_damage, steps, step))
+                damage = next(filter(None, found), None)
+                if damage is not None:
+                    words.append(f"step {step} is passed over: {damage}")
             for rank, found in enumerate(saves):
                 seen[rank] += [step] if found else []
     if not any(seen):
@@ -129,6 +137,20 @@ def _agree_on(
 
 def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:
     return {step: steps.identities(step) for step in some}
+
+
+def _damage(steps: Steps, step: int) -> str | None:
+    """Say why a step is not complete; None if it is no step of a Checkpointer."""
+    steps.agreed.pop(step, None)
+    try:
+        steps.read(step, lambda held: None, (MANIFEST,))
+    except FileNotFoundError:
+        return None
+    except (CheckpointError, OSError) as error:
+        if not is_lost(error):
+            raise
+        return str(error)
+    return "it was found damaged before"
 
 
 def _passed_over(step: int, saves: list[list[str]]) -> str:

@@ -360,8 +360,9 @@ class Root:
     def __init__(self, path: str) -> None:
         self.where = path
         self.lock = WriterLock(path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints")
-        # Those that were found damaged, and complete, with the identity of the folder.
-        self._damaged: dict[int, Identity] = {}
+        # Those that were found damaged, with the identity of the folder and the error, and
+        # those that were complete.
+        self._damaged: dict[int, tuple[Identity, str]] = {}
         self._complete: dict[int, tuple[Identity, ...]] = {}
         # The steps that this has removed, and not written again.
         self.removed: set[int] = set()
@@ -427,9 +428,7 @@ class Root:
 
     def identity(self, step: int) -> str | None:
         """Return the identity of a save, unless it is incomplete or was found damaged."""
-        # One look, because verify() in another thread may remove the entry.
-        damaged = self._damaged.get(step)
-        if damaged is not None and damaged == self._identity(step):
+        if self.damage(step) is not None:
             return None
         try:
             found: str = self._read(step, lambda held: held.manifest.identity)
@@ -457,8 +456,7 @@ class Root:
         if not again and step in self._complete:
             return True
         identities = self._identities(step)
-        damaged = self._damaged.get(step)
-        if identities is None or (damaged is not None and damaged == self._identity(step)):
+        if identities is None or self.damage(step) is not None:
             return False
         if self._complete.get(step) != identities:
             if self.identity(step) is None:
@@ -474,7 +472,8 @@ class Root:
             return self._read(step, read)
         except (CheckpointError, OSError) as error:
             if is_lost(error) and identity is not None:
-                self._damaged[step] = identity
+                words = str(error) if isinstance(error, CheckpointError) else ""
+                self._damaged[step] = identity, words
             raise
 
     def _read(self, step: int, read: Any) -> Any:
@@ -525,6 +524,12 @@ class Root:
             for name in FILES:
                 with opened(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK):
                     pass
+
+    def damage(self, step: int) -> str | None:
+        """Say what was found damaged; "" if that may pass; None if nothing was."""
+        # One look, because verify() in another thread may remove the entry.
+        found = self._damaged.get(step)
+        return found[1] if found is not None and found[0] == self._identity(step) else None
 
     def forget_damage(self, step: int) -> None:
         """Count a step again, because all of it was read."""

@@ -61,7 +61,7 @@ class Steps:
         while copied != seen:
             for each in self.going_down(copied):
                 try:
-                    return each, self._here_or_copy(each, read, files)
+                    return each, self._here_or_copy(each, read, files, known=True)
                 except GoneError:
                     continue
                 except (CheckpointError, OSError) as error:
@@ -93,11 +93,18 @@ class Steps:
         raise FileNotFoundError(errno.ENOENT, f"no checkpoint; {words}", where)
 
     def _here_or_copy(
-        self, step: int, read: Any, files: Collection[str], agreed: str | None = None
+        self,
+        step: int,
+        read: Any,
+        files: Collection[str],
+        agreed: str | None = None,
+        *,
+        known: bool = False,
     ) -> Any:
         """Read a step, or its copy if the step is missing or damaged.
 
-        If an identity is given, another save of the step counts as a missing one.
+        If an identity is given, another save of the step counts as a missing one.  With
+        `known`, a step that was found damaged before is not read again.
         """
 
         def read_agreed(held: Any) -> Any:
@@ -106,6 +113,8 @@ class Steps:
             return read(held)
 
         try:
+            if known and (words := self.root.damage(step)):
+                raise CheckpointError(words)
             return self.root.read(step, read_agreed)
         except (CheckpointError, GoneError, OSError) as error:
             if self.copies is None or not (is_lost(error) or isinstance(error, OtherError)):

@@ -75,6 +75,11 @@ class _Attempt(NamedTuple):
         return bool(self.sizes.get(MANIFEST))
 
     @property
+    def known_by(self) -> tuple[Any, ...]:
+        """What tells it from one that is in this folder later, as drain() leaves it."""
+        return self.folder, *sorted(self.sizes.items())
+
+    @property
     def is_dead(self) -> bool:
         """Whether its process ran on this host and is dead."""
         found = _ATTEMPT.fullmatch(self.folder.rpartition("/")[2])
@@ -90,13 +95,16 @@ class Store:
     def __init__(self, files: Remote, root: str) -> None:
         self._files, self._root = files, root
         self.where = files.root
-        # The folders of attempts that were found damaged, and the steps that were complete.
-        self._damaged: set[str] = set()
+        # The attempts that were found damaged, and the steps that were complete.
+        self._damaged: set[tuple[Any, ...]] = set()
         self._complete: set[int] = set()
         # The folders of attempts that this may replace: those that were there when it first
         # wrote, and its own.
         self._known: set[str] = set()
         self._first = STEP_MAX + 1
+        # The steps that were there when it first wrote, that it has written itself, or that
+        # drain() has copied.  Any other is of another writer.
+        self._expected: set[int] | None = None
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder or are named, newest first."""
@@ -150,7 +158,18 @@ class Store:
             if (ours := {n: s for n, s in sizes.items() if n in FILES and s is not None})
             and (numbers[folder] or self._is_ours(folder, sizes))
         ]
-        return sorted(attempts, key=lambda a: (a.complete, a[:2]), reverse=True)
+        attempts.sort(key=lambda a: (a.complete, a[:2]), reverse=True)
+        if attempts and attempts[-1].number:
+            return attempts
+        for zero in [a for a in attempts[1:] if a.complete and not a.number]:
+            # Of a later save, which drain() has copied; or copy() was killed before it
+            # removed this one.
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
+                later = self._check(step, zero).identity
+                if later > self._check(step, attempts[0]).identity:
+                    attempts.remove(zero)
+                    attempts.insert(0, zero)
+        return attempts
 
     def _is_ours(self, folder: str, sizes: dict[str, int | None]) -> bool:
         """Return whether a manifest.json or a tree.json is one of ours."""
@@ -170,7 +189,7 @@ class Store:
         for attempt in self._attempts(step)[:1]:
             with contextlib.suppress(CheckpointError, FileNotFoundError):
                 found = self._check(step, attempt).identity
-                return None if attempt.folder in self._damaged else found
+                return None if attempt.known_by in self._damaged else found
         return None
 
     def was_complete(self, step: int, *, again: bool) -> bool:
@@ -252,7 +271,7 @@ class Store:
                 # One without a manifest is unfinished, and may be complete later.
                 damaged = isinstance(error, CheckpointError) and is_lost(error)
                 if damaged and attempt.complete:
-                    self._damaged.add(attempt.folder)
+                    self._damaged.add(attempt.known_by)
                     self._complete.discard(step)
                 raise error from None
         words = f"or what was fetched of it, was replaced {TRIES} times while it was read"
@@ -306,6 +325,8 @@ class Store:
 
         A run that goes back to a step before its first takes what is there for its own.
         """
+        if self._expected is None:
+            self._expected = {*self.steps()}
         if step < self._first:
             there = [each for each in self.steps() if step <= each < self._first]
             self._known |= {a.folder for each in there for a in self._attempts(each)}
@@ -318,10 +339,26 @@ class Store:
         words = "another writer has copied or removed this step meanwhile"
         return FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
 
+    def _require_alone(self) -> None:
+        """Raise FileExistsError if another writer copies other steps here.
+
+        Its copies would be pruned as if they were old ones of this run.
+        """
+        expected = set() if self._expected is None else self._expected
+        for step in self.steps():
+            if step in expected:
+                continue
+            if any(a.number and a.folder not in self._known for a in self._attempts(step)):
+                words = "another run copies here too; this run's copies are there, but "
+                words += "none is removed any more: give each run a drain_to of its own"
+                raise FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
+            expected.add(step)
+
     def copy(self, step: int, copy: Copy) -> int:
         """Copy a step into a folder of its own, then remove those that it replaces.
 
-        Raises FileExistsError if another writer has copied the same step meanwhile.
+        Raises FileExistsError if another writer has copied this step, or another one,
+        meanwhile.
         """
         known = self._known
         before = self._attempts(step)
@@ -348,6 +385,8 @@ class Store:
                 self._remove(each)
             raise self._conflict(step)
         self._complete.add(step)
+        if self._expected is not None:
+            self._expected.add(step)
         # The copy is there, so an error of its name is not one of the copy.
         with contextlib.suppress(Exception):
             named = self.named()
@@ -361,6 +400,7 @@ class Store:
                 except Exception as error:
                     # fsspec may raise any type.
                     _log.warning("a copy that was replaced was not removed: %s", error)
+        self._require_alone()
         return nbytes
 
     def is_anothers(self, step: int) -> bool:
