@@ -26,6 +26,7 @@ from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
 from nvmeio._safetensors import places
+from nvmeio._safetensors.places import replacing_model
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader
 
@@ -230,6 +231,39 @@ class TestRefused:
             with pytest.raises(ValueError, match="Expecting value"):
                 json.loads((tmp_path / INDEX).read_bytes())
         save_sharded(new, tmp_path, max_shard_size=4000)
+        assert bits(load_sharded(tmp_path)) == bits(new)
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_interrupted_before_the_first_rename(self, tmp_path, monkeypatch, indexed):
+        """Such as while the folder is synced: no file was replaced."""
+        new = self.old(tmp_path)
+        if not indexed:
+            os.unlink(tmp_path / INDEX)
+        before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+        replace, done = places.replace_file, []
+
+        def interrupted(*args, **options):
+            replace(*args, **options)
+            if not done:
+                done.append(args)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(places, "replace_file", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_sharded(new, tmp_path, max_shard_size=4000)
+        assert {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)} == before
+
+    def test_files_that_another_save_left_do_not_end_the_old_model(self, tmp_path):
+        """The old one has other names, and stays whole until the index is replaced."""
+        new = self.old(tmp_path)
+        old = (tmp_path / INDEX).read_bytes()
+        for number in (1, 2):
+            left = tmp_path / f"model-0000{number}-of-00002.safetensors"
+            left.write_bytes(b"left by a save that was killed")
+        with replacing_model(os.fspath(tmp_path), [left.name, "other"], sync=True) as begin:
+            begin()
+            assert (tmp_path / INDEX).read_bytes() == old
+        save_sharded(new, tmp_path, max_shard_size=8000)
         assert bits(load_sharded(tmp_path)) == bits(new)
 
     @pytest.mark.parametrize("links", [False, True])

@@ -88,29 +88,39 @@ def replacing_model(
 ) -> Iterator[Callable[[], None]]:
     """Let nobody take a mixture of files of two models for one; yield what begins that.
 
-    Call it before the first of several files gets its name.  If one of them replaces
-    another file, the index then says so, until the caller writes it anew, or the block
+    Call it before the first of several files gets its name.  If one of them replaces a file
+    of the index, the index then says so, until the caller writes it anew, or the block
     raises before a file was replaced.
     """
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
-    before: list[tuple[int, ...] | None] = []
+    before: list[tuple[int, ...] | None] | None = None
 
     def begin() -> None:
         nonlocal before, old
-        before = _identities(paths)
-        if len(paths) > 1 and any(before):
-            found = _contents(index)
+        now = _identities(paths)
+        if len(paths) > 1 and any(now) and _leads_to(index, names):
+            before, old = now, _contents(index)
             replace_file(_REPLACING, index, sync=sync, read_only=True)
-            old = found
 
     try:
         yield begin
     except BaseException:
-        if old is not None and _identities(paths) == before:
+        if before is not None and _identities(paths) == before:
             with best_effort():
-                replace_file(old, index, sync=sync, read_only=True)
+                if old is not None:
+                    replace_file(old, index, sync=sync, read_only=True)
+                elif _contents(index) == _REPLACING:
+                    os.unlink(index)
         raise
+
+
+def _leads_to(index: str, names: list[str]) -> bool:
+    """Return whether an index may have one of the files; else it stays whole."""
+    try:
+        return not {*names}.isdisjoint(read_index(index)[0].values())
+    except (OSError, SafetensorError):
+        return True
 
 
 def of_one_save(path: str) -> Callable[[], None]:
