@@ -142,7 +142,8 @@ def test_a_newest_step_that_is_damaged_everywhere_is_passed_over_with_its_error(
         (tmp_path / "step-8/notes").touch()
         text = manifest.read_bytes()
         manifest.write_bytes(text[:50])
-        with pytest.warns(RuntimeWarning, match=f"step 7 is passed over: {manifest}") as one:
+        words = f"step 7 is passed over: {manifest}"
+        with pytest.warns(RuntimeWarning, match=words) as one:
             assert checkpointer.agreed_step() == 6
         assert len(one) == 1
         # No older step takes the place of one of another version.
