@@ -912,6 +912,8 @@ def test_a_single_rank_does_not_save_over_a_checkpoint_of_all(tmp_path):
         state, writer = state_of(2 + collectives), FileSystemWriter(folder)
         dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=collectives)
         assert same(load(folder, zeroed(state)), state)
+    # Else torch would take what is left of it, if it could not read ``.metadata``.
+    assert not list(folder.glob("__*.metadata"))
 
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path):

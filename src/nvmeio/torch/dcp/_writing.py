@@ -67,6 +67,8 @@ _MEANWHILE_NS = 60 * 10**9
 
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
+# The name of the metadata of one rank, from a save without collectives.
+_OF_RANK = re.compile(r"__\d+\.metadata")
 
 
 @dataclasses.dataclass
@@ -491,6 +493,11 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         now = {each.relative_path for each in metadata.storage_data.values()}
         # Before publishing: afterwards a later save may begin, and have files here.
         left = (shards_of(claim.target) or set()) | set(_left_in(folder, rank))
+        if rank is None:
+            # torch falls back to it if it cannot read ``.metadata``.
+            for name in filter(_OF_RANK.fullmatch, os.listdir(folder)):
+                if (needed := shards_of(os.path.join(folder, name))) and needed <= left:
+                    left.add(name)
         # Only this rank's names: other ranks may write to other file systems.
         for name in self._save.names:
             if not exists(os.path.join(folder, name)):
