@@ -174,7 +174,7 @@ thread_count_consolidation
             said = _said(items, token or "")
             path = os.path.join(self.path, part)
             _create_like(path, os.path.join(self.path, name))
-            save(sources, path, said, sync=self.sync_files)
+            save(sources, path, said, sync=self.sync_files, atomic=False)
             for item in items:
                 length = math.prod(item.tensor_data.chunk.sizes) * _itemsize(item)
                 info = filesystem._StorageInfo(part, 0, length)
@@ -301,7 +301,7 @@ thread_count_consolidation
             _create_like(path, os.path.join(target, name))
             # transformers requires the key "format".
             told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
-            save(sources, path, told, sync=self.sync_files)
+            save(sources, path, told, sync=self.sync_files, atomic=False)
         self._give_names(target, parts_of.values(), indexed=True)
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
