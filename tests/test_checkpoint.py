@@ -310,7 +310,11 @@ class TestDamage:
         with Checkpointer(root, verify="checksum") as careful:
             careful.save(1, {"weights": np.arange(1000)})
             monkeypatch.setattr(_restoring, "_read", misread)
-            for options in ({}, {"into": {"weights": np.zeros(1000, int)}}):
+            for options in (
+                {},
+                {"names": ["weights"]},
+                {"into": {"weights": np.zeros(1000, int)}},
+            ):
                 with pytest.raises(CheckpointError, match="was read wrongly"):
                     careful.restore(**options)
             assert careful.steps() == [1]

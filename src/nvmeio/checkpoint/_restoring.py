@@ -4,9 +4,11 @@ import contextlib
 import fcntl
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+import crc32c
 import numpy as np
 
 from nvmeio._files.descriptors import FOLDER, Descriptor, closing, opened
@@ -167,9 +169,9 @@ class Held:
         self._require_checksums()
         total, done = self.manifest.nbytes, 0
 
-        def read(nbytes: int) -> None:
+        def read(block: Any) -> None:
             nonlocal done
-            done += nbytes
+            done += len(block)
             if progress is not None:
                 progress(done, total)
 
@@ -182,15 +184,58 @@ class Held:
                 f"{self.folder} was saved without checksums, so it cannot be verified"
             )
 
-    def _verify_file(self, name: str, read: Callable[[int], object] | None = None) -> None:
+    def _verify_file(self, name: str, read: Callable[[Any], object] | None = None) -> None:
         path, record = os.path.join(self.folder, name), self.manifest.files[name]
         seen = Checksums(self.manifest.block_bytes)
         with File(path) as file:
             for block in in_pieces(file, record.nbytes, BLOCK_BYTES, 4):
                 seen(block)
                 if read is not None:
-                    read(len(block))
+                    read(block)
         require_same(path, seen, record)
+
+    def _checksums_of(self, file: ModelFile, names: Collection[str]) -> dict[str, int]:
+        """Compare all of the file; return the checksums of these tensors' bytes."""
+        start = file.layout.data_start
+        left = deque(
+            (each.name, start + each.begin, start + each.end)
+            for each in file.layout.tensors
+            if each.name in names and each.begin < each.end
+        )
+        sums, at = dict.fromkeys(names, 0), 0
+
+        def seen(block: Any) -> None:
+            nonlocal at
+            while left and (low := max(left[0][1], at)) < at + len(block):
+                name, _, high = left[0]
+                part = block[low - at : high - at]
+                sums[name] = crc32c.crc32c(part.data, sums[name])
+                if high > at + len(block):
+                    break
+                left.popleft()
+            at += len(block)
+
+        self._verify_file(TENSORS, seen)
+        return sums
+
+    def _verify_parts(
+        self, file: ModelFile, tensors: dict[str, Any], sums: dict[str, int]
+    ) -> None:
+        """Raise NotDamagedError if the bytes of some tensors have other checksums."""
+        for name, tensor in tensors.items():
+            found = 0
+            for piece in pieces_of(tensor):
+                found = crc32c.crc32c(piece.data, found)
+            if found != sums[name]:
+                raise self._misread(file)
+
+    @staticmethod
+    def _misread(file: ModelFile) -> NotDamagedError:
+        return NotDamagedError(
+            f"{file.path} was read wrongly, and rightly when it was read again: the drive "
+            "or the memory is unreliable, or the program changes what is being restored; "
+            "restore again"
+        )
 
     def _verify_read(self, file: ModelFile, tensors: dict[str, Any]) -> None:
         """Raise CheckpointError if the bytes of the tensors differ from the checksums."""
@@ -206,11 +251,7 @@ class Held:
         # If they differ, read the file, so that the error names the damaged bytes.
         if seen.sums() != record.checksums:
             self._verify_file(TENSORS)
-            raise NotDamagedError(
-                f"{file.path} was read wrongly, and rightly when it was read again: the "
-                "drive or the memory is unreliable, or the program changes what is being "
-                "restored; restore again"
-            )
+            raise self._misread(file)
 
     def restore(
         self,
@@ -230,8 +271,6 @@ class Held:
         """
         if checked:
             self._require_checksums()
-            if names is not None:
-                self._verify_file(TENSORS)
         path = os.path.join(self.folder, TENSORS)
         tree = self.tree()["state"]
         try:
@@ -250,6 +289,9 @@ class Held:
                 raise CheckpointError(
                     f"{os.path.join(self.folder, TREE)} is damaged: {error}"
                 ) from None
+            sums: dict[str, int] = {}
+            if checked and names is not None:
+                sums = self._checksums_of(file, {part.stored.name for part in parts.found})
             targets = None
             if into is not None:
                 try:
@@ -270,6 +312,8 @@ class Held:
             bases, values = _read(file, parts.found, targets)
             if checked and names is None:
                 self._verify_read(file, bases)
+            elif checked:
+                self._verify_parts(file, bases, sums)
             elif file.touched and self.manifest.checksum is not None:
                 self._verify_file(TENSORS)
         except SafetensorError as error:
