@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvmeio._files.kinds import MANIFEST
-from nvmeio.checkpoint._errors import CheckpointError, is_lost
+from nvmeio.checkpoint._errors import CheckpointError, GoneError, is_lost
 from nvmeio.checkpoint._steps import Steps
 
 __all__ = ["agree", "agreed_step"]
@@ -107,20 +107,21 @@ def _agree_on(
     for at in range(0, len(every), _AT_ONCE):
         newest = every[at : at + _AT_ONCE]
         has = gathered(functools.partial(_identities, steps, newest))
-        for step in newest:
-            saves = [found[step] for found in has]
-            common = set(saves[0]).intersection(*saves[1:])
-            if common:
+        saved = {step: [found[step] for found in has] for step in newest}
+        agreed = next((step for step in newest if _common(saved[step])), -1)
+        nowhere = [step for step in newest if step > agreed and not any(saved[step])]
+        damaged = gathered(functools.partial(_damage, steps, nowhere)) if nowhere else []
+        for step, saves in saved.items():
+            if step == agreed:
+                common = _common(saves)
                 # The later of two that all have; the words begin with the time.
                 steps.agreed = {step: max(common)}
                 return step
             if any(saves):
                 words.append(_passed_over(step, saves))
             else:
-                found = gathered(functools.partial(_damage, steps, step))
-                damage = next(filter(None, found), None)
-                if damage is not None:
-                    words.append(f"step {step} is passed over: {damage}")
+                why = [found[step] for found in damaged if found[step] is not None]
+                words += [f"step {step} is passed over: {each}" for each in why[:1]]
             for rank, found in enumerate(saves):
                 seen[rank] += [step] if found else []
     if not any(seen):
@@ -139,18 +140,26 @@ def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:
     return {step: steps.identities(step) for step in some}
 
 
-def _damage(steps: Steps, step: int) -> str | None:
-    """Say why a step is not complete; None if it is no step of a Checkpointer."""
-    steps.agreed.pop(step, None)
-    try:
-        steps.read(step, lambda held: None, (MANIFEST,))
-    except FileNotFoundError:
-        return None
-    except (CheckpointError, OSError) as error:
-        if not is_lost(error):
-            raise
-        return str(error)
-    return "it was found damaged before"
+def _common(saves: list[list[str]]) -> set[str]:
+    return set(saves[0]).intersection(*saves[1:])
+
+
+def _damage(steps: Steps, some: list[int]) -> dict[int, str | None]:
+    """Say why steps are not complete; None if one is no step of a Checkpointer."""
+    found: dict[int, str | None] = dict.fromkeys(some)
+    for step in some:
+        steps.agreed.pop(step, None)
+        try:
+            # Not by read(), which lists all steps to say that there is no such one.
+            steps.here_or_copy(step, lambda held: None, (MANIFEST,))
+            found[step] = "it was found damaged before"
+        except (FileNotFoundError, GoneError):
+            continue
+        except (CheckpointError, OSError) as error:
+            if not is_lost(error):
+                raise
+            found[step] = str(error)
+    return found
 
 
 def _passed_over(step: int, saves: list[list[str]]) -> str:

@@ -49,7 +49,7 @@ class Steps:
             step = step_of(step)
             self.root.put_back()
             try:
-                return step, self._here_or_copy(step, read, files, self.agreed.get(step))
+                return step, self.here_or_copy(step, read, files, self.agreed.get(step))
             except GoneError:
                 raise self.missing(step) from None
         # The words of the errors.  An error's traceback would keep all that was read, and
@@ -61,7 +61,7 @@ class Steps:
         while copied != seen:
             for each in self.going_down(copied):
                 try:
-                    return each, self._here_or_copy(each, read, files, known=True)
+                    return each, self.here_or_copy(each, read, files, known=True)
                 except GoneError:
                     continue
                 except (CheckpointError, OSError) as error:
@@ -92,7 +92,7 @@ class Steps:
             words = f"step-{others[0]} is no step of a Checkpointer: {what_is_in(other)}"
         raise FileNotFoundError(errno.ENOENT, f"no checkpoint; {words}", where)
 
-    def _here_or_copy(
+    def here_or_copy(
         self,
         step: int,
         read: Any,
