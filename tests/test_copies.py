@@ -1547,11 +1547,16 @@ def test_a_copy_that_drain_has_repaired_counts_again(tmp_path):
     assert (reader.steps(), value(reader.restore())) == ([7], 7)
 
 
-def test_a_later_save_that_drain_has_copied_is_the_one_to_read(tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_later_save_that_drain_has_copied_is_the_one_to_read(tmp_path, killed):
+    """Also beside what a killed copy of that save has left."""
     far = "memory://later"
     fsspec.filesystem("memory").store.clear()
     save(tmp_path / "near", far, 300)
     again = Checkpointer(tmp_path / "near").save(300, {"w": np.full(9, 301)})
+    if killed:
+        left = "/later/step-300/2.elsewhere-5-77-0123abcd/tree.json"
+        fsspec.filesystem("memory").pipe_file(left, b"{}")
     drain(again, f"{far}/step-300", last=("manifest.json",)).result()
     reader = Checkpointer(tmp_path / "other", drain_to=far)
     assert value(reader.restore()) == 301
@@ -1560,7 +1565,7 @@ def test_a_later_save_that_drain_has_copied_is_the_one_to_read(tmp_path):
     assert value(reader.restore(300)) == 300
 
 
-def test_runs_that_copy_other_steps_to_one_store_remove_nothing(tmp_path):
+def test_runs_that_copy_other_steps_to_one_store_remove_none_of_each_other(tmp_path):
     far = "memory://two"
     fsspec.filesystem("memory").store.clear()
     one, two = (Checkpointer(tmp_path / n, drain_to=far, keep=1) for n in "ab")
@@ -1573,3 +1578,10 @@ def test_runs_that_copy_other_steps_to_one_store_remove_nothing(tmp_path):
         with pytest.raises(FileExistsError, match="another run copies here too"):
             saver.drained.result()
     assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [20, 1000, 1010]
+    # Such as the last copy of a machine that is lost now: the run goes on.
+    told = []
+    for step in (30, 40, 50):
+        one.save(step, step)
+        told.append(type(one.drained.exception()))
+    assert told == [FileExistsError, type(None), type(None)]
+    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [50, 1000, 1010]

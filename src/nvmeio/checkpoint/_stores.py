@@ -105,6 +105,8 @@ class Store:
         # The steps that were there when it first wrote, that it has written itself, or that
         # drain() has copied.  Any other is of another writer.
         self._expected: set[int] | None = None
+        # Those that another writer has added meanwhile.
+        self._foreign: set[int] = set()
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder or are named, newest first."""
@@ -159,8 +161,6 @@ class Store:
             and (numbers[folder] or self._is_ours(folder, sizes))
         ]
         attempts.sort(key=lambda a: (a.complete, a[:2]), reverse=True)
-        if attempts and attempts[-1].number:
-            return attempts
         for zero in [a for a in attempts[1:] if a.complete and not a.number]:
             # Of a later save, which drain() has copied; or copy() was killed before it
             # removed this one.
@@ -340,19 +340,20 @@ class Store:
         return FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
 
     def _require_alone(self) -> None:
-        """Raise FileExistsError if another writer copies other steps here.
+        """Raise FileExistsError, once a step, if another writer copies other steps here.
 
-        Its copies would be pruned as if they were old ones of this run.
+        From then on these are not pruned as if they were old ones of this run.
         """
         expected = set() if self._expected is None else self._expected
         for step in self.steps():
             if step in expected:
                 continue
-            if any(a.number and a.folder not in self._known for a in self._attempts(step)):
-                words = "another run copies here too; this run's copies are there, but "
-                words += "none is removed any more: give each run a drain_to of its own"
-                raise FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
             expected.add(step)
+            if any(a.number and a.folder not in self._known for a in self._attempts(step)):
+                self._foreign.add(step)
+                words = "another run copies here too; this run's copies are there, and the "
+                words += "other's are not pruned: give each run a drain_to of its own"
+                raise FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
 
     def copy(self, step: int, copy: Copy) -> int:
         """Copy a step into a folder of its own, then remove those that it replaces.
@@ -385,6 +386,7 @@ class Store:
                 self._remove(each)
             raise self._conflict(step)
         self._complete.add(step)
+        self._foreign.discard(step)
         if self._expected is not None:
             self._expected.add(step)
         # The copy is there, so an error of its name is not one of the copy.
@@ -404,8 +406,8 @@ class Store:
         return nbytes
 
     def is_anothers(self, step: int) -> bool:
-        """Return False: a store has no owners."""
-        return False
+        """Return whether another writer has added a step, which does not count."""
+        return step in self._foreign
 
     def discard_left(self, step: int) -> None:
         """Remove the unfinished attempts of processes of this host that have died.
