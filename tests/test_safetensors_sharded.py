@@ -25,8 +25,8 @@ from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
-from nvmeio._safetensors import places
-from nvmeio._safetensors.places import replacing_model
+from nvmeio._safetensors import replacing
+from nvmeio._safetensors.replacing import replacing_model
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader
 
@@ -240,7 +240,7 @@ class TestRefused:
         if not indexed:
             os.unlink(tmp_path / INDEX)
         before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
-        replace, done = places.replace_file, []
+        replace, done = replacing.replace_file, []
 
         def interrupted(*args, **options):
             replace(*args, **options)
@@ -248,7 +248,7 @@ class TestRefused:
                 done.append(args)
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(places, "replace_file", interrupted)
+        monkeypatch.setattr(replacing, "replace_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_sharded(new, tmp_path, max_shard_size=4000)
         assert {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)} == before
@@ -320,13 +320,13 @@ class TestRefused:
                     threading.Thread(target=save_sharded, args=(new, tmp_path, 4000))
                 )
                 replace(part, whole)
-                monkeypatch.setattr(places, "_is_locked", was_refused)
+                monkeypatch.setattr(replacing, "_is_locked", was_refused)
                 second[0].start()
                 assert refused.wait(60)
             else:
                 replace(part, whole)
 
-        is_locked, refused = places._is_locked, threading.Event()
+        is_locked, refused = replacing._is_locked, threading.Event()
 
         def was_refused(descriptor):
             found = is_locked(descriptor)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import final_name, temporary_name
-from nvmeio._safetensors import places
+from nvmeio._safetensors import replacing
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     HuggingFaceStorageReader,
@@ -576,7 +576,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
 
     if at == "before the index":
         # The other one does not wait for the lock, and has files of other names.
-        monkeypatch.setattr(places, "PATIENCE_S", 0)
+        monkeypatch.setattr(replacing, "PATIENCE_S", 0)
     monkeypatch.setattr(HuggingFaceStorageWriter, "_write_index", held_with_the_lock)
     monkeypatch.setattr(_model_writing, "alone_in", held_before)
     monkeypatch.setattr(_model_writing.os, "replace", held_between)
@@ -613,7 +613,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
 
 
 def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "PATIENCE_S", 0)
+    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_SH)

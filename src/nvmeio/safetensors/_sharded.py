@@ -20,15 +20,8 @@ from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
-from nvmeio._safetensors.places import (
-    INDEX_NAME,
-    alone_in,
-    file_at,
-    naming_model,
-    of_one_save,
-    places_of,
-    replacing_model,
-)
+from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
+from nvmeio._safetensors.replacing import alone_in, of_one_save, replacing_model
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.reading import FILES_MAX

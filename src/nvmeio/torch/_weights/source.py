@@ -11,7 +11,8 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.loading import look_up
-from nvmeio._safetensors.places import naming_model, of_one_save, places_of
+from nvmeio._safetensors.places import naming_model, places_of
+from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.dtypes import torch_dtype
 from nvmeio.torch._weights.lazy import LazyTensor, arranged
 from nvmeio.torch._weights.store import ALIGNMENT, Extent, Making, Part, Weight

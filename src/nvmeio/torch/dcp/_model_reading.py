@@ -31,7 +31,7 @@ from torch.futures import Future
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.kinds import what_is_in
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.places import of_one_save
+from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located

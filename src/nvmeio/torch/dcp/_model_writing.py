@@ -38,7 +38,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_private, replace_file
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.places import alone_in, replacing_model
+from nvmeio._safetensors.replacing import alone_in, replacing_model
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -234,6 +234,8 @@ thread_count_consolidation
                 os.path.join(folder, missing[0]),
             )
         with contextlib.ExitStack() as stack:
+            # First, because another save may have written the index.
+            self._check_claim()
             if indexed:
                 stack.enter_context(replacing_model(folder, names, sync=self.sync_files))()
             for part, name in zip(parts, names, strict=True):
