@@ -144,8 +144,10 @@ def make_profiles_folder() -> pathlib.Path:
     make_folders(str(folder), mode=0o700)
     if not os.access(folder, os.W_OK, effective_ids=True):
         # This says why, such as EROFS, or EPERM of chattr +i.
+        probe = temporary_name(str(folder / "profile"))
         with naming(str(folder)):
-            os.mkdir(temporary_name(str(folder / "profile")))
+            os.mkdir(probe)
+        os.rmdir(probe)
     return folder
 
 
