@@ -1246,3 +1246,13 @@ def test_long_strings_are_restored_with_little_memory(checkpointer, monkeypatch)
     monkeypatch.setattr(available, lambda: 5 << 20)
     with pytest.raises(MemoryError, match=r"parsing .*tree\.json needs"):
         checkpointer.restore(1)
+
+
+@pytest.mark.parametrize("way", ["save", "staged"])
+@pytest.mark.parametrize("other", [[("time", "<f4"), ("id", "<u4")], "V8"])
+def test_structured_arrays_that_share_memory_keep_their_fields(checkpointer, way, other):
+    points = np.array([(1, 2), (3, 4)], [("x", "<i4"), ("y", "<i4")])
+    found = through(checkpointer, {"points": points, "other": points.view(other)}, way)
+    assert found["points"].dtype == points.dtype
+    assert found["other"].dtype == np.dtype(other)
+    assert np.shares_memory(found["points"], found["other"])

@@ -95,7 +95,7 @@ def _nbytes(place: Place) -> int:
 def _are_one(group: list[Place]) -> bool:
     """Return whether all leaves are the same elements, with the same shape and dtype."""
     found = {
-        (each.low, each.strides, tuple(value.shape), _dtype_name(value), *_lazy(value))
+        (each.low, each.strides, tuple(value.shape), _dtype_of(value), *_lazy(value))
         for each in group
         for value in [each.value]
     }
@@ -289,17 +289,23 @@ def _same(one: Place, other: Place) -> bool:
         one.dense
         and (one.low, one.high) == (other.low, other.high)
         and tuple(first.shape) == tuple(second.shape)
-        and _dtype_name(first) == _dtype_name(second)
+        and _dtype_of(first) == _dtype_of(second)
     )
 
 
-def _dtype_name(value: Any) -> str:
-    """Return the name of a dtype that numpy and torch share, else numpy's own."""
+def _dtype_of(value: Any) -> Any:
+    """Return the name of a dtype that numpy and torch share, else numpy's dtype."""
     if not isinstance(value, np.ndarray):
         return str(value.dtype).removeprefix("torch.")
-    name: str = value.dtype.name
+    name = value.dtype.name
     known = name in FORMAT_NAMES or name in PAIRS
-    return name if known and value.dtype.isnative else value.dtype.str
+    return name if known and value.dtype.isnative else value.dtype
+
+
+def _dtype_name(value: Any) -> str:
+    """Return the name of a dtype, or numpy's text, which others may have as well."""
+    dtype = _dtype_of(value)
+    return dtype if isinstance(dtype, str) else str(dtype.str)
 
 
 def _bytes_between(place: Place, low: int, high: int) -> Any:
