@@ -56,7 +56,7 @@ def check_version() -> Iterator[str]:
     found = {"base.h": version()}
     for name, pattern in (
         ("CITATION.cff", r"^version: (\S+)$"),
-        ("CHANGELOG.md", r"^## ([^\s,]+)"),
+        ("CHANGELOG.md", r"^## \[(\S+)\]"),
     ):
         text = Path(ROOT, name).read_text(encoding="utf-8")
         found[name] = re.findall(pattern, text, re.MULTILINE)[0]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from test_pythons import find_pythons
 
 from pages import ROOT, blocks_of, file_of
-from seccomp_profiles import docker_profile, program_of
+from seccomp_profiles import container_report, docker_profile, program_of
 
 ROOTS = ROOT / "build" / "roots"
 MACHINE = os.uname().machine
@@ -326,7 +326,10 @@ def use_filters(system: System) -> None:
     podman = {**docker, "defaultErrnoRet": ENOSYS}
     strict = json.loads(docker_profile())
     strict["syscalls"][0]["names"].remove("io_setup")
-    profiles = {"Docker's": docker, "Podman's": podman, "a stricter": strict}
+    described = json.loads(container_report())
+    containerd = described["info"]["runtimeSpec"]["linux"]["seccomp"]
+    profiles = {"Docker's": docker, "Podman's": podman, "containerd's": containerd}
+    profiles["a stricter"] = strict
     for name, profile in profiles.items():
         (system.home / "filter.json").write_text(json.dumps(program_of(profile)))
         prefix = ("python", "-c", FILTERED, "filter.json")
