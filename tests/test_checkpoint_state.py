@@ -1109,6 +1109,28 @@ def test_strides_and_shared_memory_of_one_channel_are_kept(checkpointer, dtype):
         assert (alone.stride(), same(alone, state[other])) == (state[other].stride(), True)
 
 
+WITH_ARRAYS = {
+    "of 1 x 1": lambda: channels_last(8, 4, 1, 1),
+    "of one channel": lambda: channels_last(8, 1, 3, 3),
+    "of one element": lambda: torch.ones(8)[::4][:1],
+}
+
+
+@pytest.mark.parametrize("shape", WITH_ARRAYS)
+def test_a_tensor_with_extents_of_1_is_kept_beside_its_array(checkpointer, shape):
+    w = WITH_ARRAYS[shape]()
+    state = {"w": w, "array": w.numpy(), "flat": w.numpy().reshape(-1)}
+    checkpointer.save(1, state)
+    into = {name: each + 1 for name, each in state.items()}
+    into["w"] = torch.zeros(2 * w.numel())[::2].view(w.shape)
+    for target in (None, into):
+        found = checkpointer.restore(into=target)
+        for name, each in state.items():
+            assert np.array_equal(np.asarray(found[name]), np.asarray(each))
+    found = checkpointer.restore()
+    assert found["w"].data_ptr() == found["array"].__array_interface__["data"][0]
+
+
 def test_another_default_device_changes_nothing(checkpointer):
     state = {"w": channels_last(2, 3, 4, 4), "a": torch.ones(3)}
     checkpointer.save(1, state)

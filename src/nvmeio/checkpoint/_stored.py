@@ -219,9 +219,11 @@ def _shared(group: list[Place], namer: "_Namer") -> Stored:
         _describe(each.leaf, stored.name)
         node, value = each.leaf.node, each.value
         if whole is not None and _same(each, whole):
-            for word in ("dtype", "shape", "strides"):
+            for word in ("dtype", "shape"):
                 if word in whole.leaf.node:
                     node[word] = whole.leaf.node[word]
+            if strides := _dense_strides(value):
+                node["strides"] = list(strides)
             continue
         _describe_view(each, start_of(value) - low, each.strides)
         for word in _lazy(value):
