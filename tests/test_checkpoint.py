@@ -1861,3 +1861,16 @@ def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     with _locks.exclusive(str(tmp_path / "manifest.json")) as free:
         assert free
+
+
+def test_a_step_that_a_lost_host_has_set_aside_is_restored(tmp_path):
+    # As on NFS, where folders cannot exchange names.
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(step, {"step": step})
+        aside = ".step-5.another-host-77-1234-0a0b0c0d.nvmeio-old"
+        os.rename(tmp_path / "step-5", tmp_path / aside)
+        # A writer may be about to replace it.
+        assert Checkpointer(tmp_path).latest() == 4
+        assert (tmp_path / aside).exists()
+    assert Checkpointer(tmp_path).restore() == {"step": 5}

@@ -217,14 +217,18 @@ def discard(folder: str) -> None:
         _log.warning("an obsolete folder was not removed: %s", error)
 
 
-def put_back(folder: str, names: list[str]) -> bool:
+def put_back(
+    folder: str, names: list[str], named: Callable[[str], bool] | None = None
+) -> bool:
     """Give folders their names back that dead processes have set aside for new ones.
 
-    `names` are those in the folder; return whether any looked like it.
+    `names` are those in the folder; return whether any looked like it.  With `named`, the
+    caller holds the lock that lets nobody else write such names: those of any host.
     """
 
     def chosen(found: OwnerOf) -> bool:
-        return found["kind"] == ASIDE and is_dead(found)
+        unused = is_dead(found) if named is None else named(found["name"])
+        return found["kind"] == ASIDE and unused
 
     if not any(name.endswith(f".nvmeio-{ASIDE}") for name in names):
         return False

@@ -57,6 +57,7 @@ TRIES = 100
 _LOOKED_AT_AGAIN = 10
 # The file that names the newest step.
 LATEST = ".nvmeio-latest"
+_LOCK, _LOCK_OF = ".nvmeio-lock", ("a Checkpointer", "writes checkpoints")
 _NAMED = re.compile(rb"step-(0|[1-9]\d{0,18})\n")
 NAMED_BYTES_MAX = 100
 # How a manifest.json and a tree.json of any version begin.
@@ -359,7 +360,7 @@ class Root:
 
     def __init__(self, path: str) -> None:
         self.where = path
-        self.lock = WriterLock(path, ".nvmeio-lock", "a Checkpointer", "writes checkpoints")
+        self.lock = WriterLock(path, _LOCK, *_LOCK_OF)
         # Those that were found damaged, with the identity of the folder and the error, and
         # those that were complete.
         self._damaged: dict[int, tuple[Identity, str]] = {}
@@ -386,12 +387,27 @@ class Root:
     def _names(self) -> list[str]:
         try:
             names = os.listdir(self.where)
-            return os.listdir(self.where) if put_back(self.where, names) else names
+            if put_back(self.where, names):
+                names = os.listdir(self.where)
+                self._put_back_of_hosts(names)
+                names = os.listdir(self.where)
+            return names
         except FileNotFoundError:
             if (words := dangling(self.where)) is not None:
                 # Such as a place that is not mounted: nobody knows what is there.
                 raise OSError(errno.ESTALE, words, self.where) from None
             return []
+
+    def _put_back_of_hosts(self, names: list[str]) -> None:
+        """Do as ``put_back`` for hosts that are lost, while nobody writes here."""
+        lock = WriterLock(self.where, _LOCK, *_LOCK_OF)
+        # Another process writes, or this one; or this user may not.
+        with contextlib.suppress(OSError):
+            lock.take()
+            try:
+                put_back(self.where, names, _is_name_of_ours)
+            finally:
+                lock.release()
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder or are named, newest first."""
