@@ -21,6 +21,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
+import nvmeio.checkpoint
 from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
@@ -28,7 +29,7 @@ from nvmeio._cli.arguments import size
 from nvmeio._safetensors import replacing
 from nvmeio._safetensors.replacing import replacing_model
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
-from nvmeio.torch.dcp import HuggingFaceStorageReader
+from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 INDEX = "model.safetensors.index.json"
 
@@ -138,6 +139,21 @@ def test_a_unit_without_b_is_binary_as_everywhere(tmp_path):
     tensors = tensors_of([1, 1])
     assert size_of("memory", "1GB", 1) == size("1GB") == size("1G") == 2**30
     assert save_sharded(tensors, tmp_path, "1G") == ["model.safetensors"]
+
+
+def test_a_model_is_saved_at_once_within_an_atomic_directory(tmp_path, monkeypatch):
+    """Which has locked its folder, as a save does that renames its files."""
+    monkeypatch.setattr(replacing.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.chdir(tmp_path)
+    tensors = {name: torch.arange(4) for name in "ab"}
+    with nvmeio.checkpoint.atomic_directory("model") as folder:
+        save_sharded(tensors, folder, 32)
+        writer = HuggingFaceStorageWriter(folder, {"a": 1, "b": 2})
+        checkpoint.save(dict(tensors), storage_writer=writer, no_dist=True)
+        os.chdir(folder)
+        save_sharded(tensors, ".", 32)
+        os.chdir(tmp_path)
+    assert load_sharded("model").keys() == tensors.keys()
 
 
 def test_an_index_with_a_name_twice_is_refused(tmp_path):

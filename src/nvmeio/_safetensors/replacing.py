@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from nvmeio._files.descriptors import FOLDER, best_effort, open_regular, opened
 from nvmeio._files.kinds import INDEX_END
 from nvmeio._publish.files import replace_file
+from nvmeio._publish.names import final_name
 from nvmeio._safetensors.places import (
     INDEX_BYTES_MAX,
     INDEX_NAME,
@@ -30,8 +31,12 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
     """Wait until no other save renames its files in a folder.
 
     Users who may only read the folder can lock it too, and must not stop a save.  So a save
-    that `goes_on` does so after the limit.
+    that `goes_on` does so after the limit.  A folder with a temporary name is one that
+    atomic_directory() has locked, and nobody else knows.
     """
+    if final_name(os.path.basename(os.path.realpath(folder))) is not None:
+        yield
+        return
     with opened(folder, FOLDER) as descriptor:
         end = time.monotonic() + PATIENCE_S
         while not _is_locked(descriptor):
