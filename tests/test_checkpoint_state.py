@@ -1278,3 +1278,18 @@ def test_structured_arrays_that_share_memory_keep_their_fields(checkpointer, way
     assert found["points"].dtype == points.dtype
     assert found["other"].dtype == np.dtype(other)
     assert np.shares_memory(found["points"], found["other"])
+
+
+@pytest.mark.parametrize("way", ["save", "staged"])
+@pytest.mark.parametrize("into", [False, True])
+def test_gaps_between_the_fields_of_records_are_kept(checkpointer, way, into):
+    """Or the bytes that were read would seem to differ from those that were saved."""
+    record = np.dtype([("flag", "i1"), ("value", "<f8")], align=True)
+    raw = np.random.default_rng(1).bytes(300 * 200 * record.itemsize)
+    table = np.ndarray((300, 200), record, raw, order="F")
+    found = through(checkpointer, {"table": table}, way)
+    if into:
+        found = {"table": np.zeros((300, 200), record, order="F")}
+        checkpointer.restore(into=found)
+    assert found["table"].dtype == record
+    assert found["table"].T.tobytes() == raw

@@ -13,7 +13,7 @@ from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of, start_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
-__all__ += ["moved_problem", "pieces_of", "storage_problem"]
+__all__ += ["moved_problem", "pieces_of", "storage_problem", "without_fields"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
 SLICE_BYTES = 8 << 20
@@ -27,7 +27,7 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     if isinstance(value, Deferred):
         value = value.load()
     if isinstance(value, np.ndarray):
-        flat = np.ascontiguousarray(value).reshape(-1)
+        flat = np.ascontiguousarray(without_fields(value)).reshape(-1)
         return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
     value = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if value.numel() == 0:
@@ -55,13 +55,19 @@ def pieces_of(value: Any) -> Iterator[npt.NDArray[np.uint8]]:
 
 def in_slices(value: Any) -> Iterator[tuple[Any, int]]:
     """Yield views of a tensor or an array in C order, each with its place in the bytes."""
-    if not isinstance(value, np.ndarray):
-        value = value.detach()
+    value = without_fields(value) if isinstance(value, np.ndarray) else value.detach()
     item = max(1, itemsize_of(value))
     count, step = value.nbytes // item, max(1, SLICE_BYTES // item)
     for begin in range(0, count, step):
         for piece, first in parts_of(value, begin, min(begin + step, count)):
             yield piece, first * item
+
+
+def without_fields(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a view whose elements numpy copies whole; of records it leaves the gaps."""
+    if array.dtype.names is None or not array.dtype.itemsize:
+        return array
+    return array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def content_problem(tensor: Any) -> str:

@@ -243,8 +243,8 @@ def _array(part: Part, base: Any) -> Any:
             return base
         flat = base.reshape(-1).view(np.uint8)
     else:
-        # As bytes, because numpy lacks some dtypes of torch.  view() would refuse a dimension
-        # of size 1 with an unusual stride.
+        # As bytes, because numpy lacks some dtypes of torch.  view() would refuse a
+        # dimension of size 1 with an unusual stride.
         flat = base.reshape(-1).as_strided((base.numel(),), (1,))
         flat = flat.view(torch_module().uint8).numpy()
     if part.view is None:

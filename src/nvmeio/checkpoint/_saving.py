@@ -24,7 +24,7 @@ from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.writing import STAGE_BYTES, reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
-from nvmeio._tensors.memory import bytes_of, pieces_of
+from nvmeio._tensors.memory import bytes_of, pieces_of, without_fields
 from nvmeio._tensors.sharing import start_of
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
@@ -164,6 +164,7 @@ def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:
     elif value.flags.c_contiguous:
         memcpy(target, value.reshape(-1).view(np.uint8))
     else:
+        value = without_fields(value)
         np.copyto(target.view(value.dtype).reshape(value.shape), value)
 
 
