@@ -1,6 +1,7 @@
 """nvmeio.torch.dcp: torch's files, durable, by one rank and by several."""
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import errno
@@ -156,6 +157,17 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
         assert torch.equal(load(tmp_path / writer, into)["a"], state["a"])
         into = {"a": torch.zeros(800, 500, dtype=torch.float64)}
         assert torch.equal(load(tmp_path / writer, into)["a"], state["a"].double())
+
+
+def test_saves_leave_nothing_in_the_context_of_the_thread(tmp_path):
+    """torch's patch() of a setting leaves a variable there, and all settings as they were."""
+    sizes = []
+    for _ in range(3):
+        state = {str(number): torch.zeros(number * 2000) for number in range(20)}
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "step"))
+        nvmeio.torch.save(state, tmp_path / "state.pt")
+        sizes.append(len(contextvars.copy_context()))
+    assert len({*sizes}) == 1
 
 
 @pytest.mark.parametrize("nbytes", [0, 4])

@@ -9,18 +9,27 @@ from typing import Any, TypeGuard
 __all__ = ["errors_of", "saving_with"]
 
 
-def saving_with(**options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Set options of torch.save for a while; do nothing if this version lacks one."""
+@contextlib.contextmanager
+def saving_with(**options: Any) -> Iterator[None]:
+    """Set options of torch.save for a while; do nothing if this version lacks one.
+
+    torch's own patch() would leave a context variable for each use, as long as the thread
+    lives.
+    """
     try:
         from torch.utils.serialization import config
 
-        for name in options:
-            getattr(config.save, name)
-        found: contextlib.AbstractContextManager[Any]
-        found = config.patch({f"save.{name}": value for name, value in options.items()})
+        before = {name: getattr(config.save, name) for name in options}
     except (ImportError, AttributeError):
-        return contextlib.nullcontext()
-    return found
+        yield
+        return
+    try:
+        for name, value in options.items():
+            setattr(config.save, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config.save, name, value)
 
 
 class _Noting:
