@@ -51,6 +51,19 @@ def test_any_array_is_saved_in_c_order(path, array, sync):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_gaps_between_the_fields_of_records_are_kept(path):
+    """Or memory of the process would get into the file."""
+    record = np.dtype([("flag", "i1"), ("value", "<f8")], align=True)
+    raw = noise((30 * 20 * record.itemsize,), "u1").tobytes()
+    table = np.ndarray((30, 20), record, raw, order="F")
+    expected = table.view("V16").tobytes()
+    nvmeio.save(path, table)
+    assert nvmeio.load(path).tobytes() == expected
+    array = ArrayFile.create(path, (30, 20), record, overwrite=True)
+    array[:] = table
+    assert nvmeio.load(path).tobytes() == expected
+
+
 def test_only_regular_files_are_replaced(folder):
     os.mkfifo(folder / "pipe")
     for path, number in ((folder, errno.EISDIR), (folder / "pipe", errno.EINVAL)):

@@ -13,6 +13,7 @@ from nvmeio._arrays.elements import storable
 from nvmeio._arrays.npy_header import Layout, header_of, read_layout
 from nvmeio._files.descriptors import cut
 from nvmeio._memory.registry import library_of
+from nvmeio._memory.strides import without_fields
 from nvmeio._native.buffer import Buffer, borrow
 from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
@@ -132,4 +133,4 @@ def header_and_source(array: Any) -> tuple[bytes, Buffer]:
     refuse_masked("array", array)
     found = np.asarray(array)
     header = header_of(found.shape, storable(found.dtype), long=True)
-    return header, borrow(np.ascontiguousarray(found), writable=False)
+    return header, borrow(np.ascontiguousarray(without_fields(found)), writable=False)

@@ -10,6 +10,7 @@ from nvmeio._arguments.checks import refuse_masked, shown
 from nvmeio._arrays.npy_header import check_element
 from nvmeio._arrays.operators import Unread
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
+from nvmeio._memory.strides import without_fields
 
 __all__ = ["Elements", "element_of", "storable"]
 
@@ -42,7 +43,8 @@ class Elements:
         carried = self._carried(values)
         same = isinstance(carried, np.ndarray) and carried.dtype == self.dtype
         if same and carried.shape == shape:
-            return np.ascontiguousarray(carried).reshape(shape)
+            whole = np.ascontiguousarray(without_fields(carried))
+            return whole.view(self.dtype).reshape(shape)
         array: Array = np.empty(shape, self.dtype)
         try:
             array[...] = carried

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["check_sizes", "dense_strides", "may_overlap", "parts_of"]
+__all__ = ["check_sizes", "dense_strides", "may_overlap", "parts_of", "without_fields"]
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -66,3 +66,10 @@ def parts_of(
     if last * row < end:
         at = last * row
         yield from parts_of(array[last], 0, end - at, origin + at)
+
+
+def without_fields(array: Any) -> Any:
+    """Return a view whose elements numpy copies whole; of records it leaves the gaps."""
+    if array.dtype.names is None or not array.dtype.itemsize:
+        return array
+    return array.view(f"V{array.dtype.itemsize}")

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
-from nvmeio._memory.strides import parts_of
+from nvmeio._memory.strides import parts_of, without_fields
 from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of, start_of
 
 __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
-__all__ += ["moved_problem", "pieces_of", "storage_problem", "without_fields"]
+__all__ += ["moved_problem", "pieces_of", "storage_problem"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
 SLICE_BYTES = 8 << 20
@@ -61,13 +61,6 @@ def in_slices(value: Any) -> Iterator[tuple[Any, int]]:
     for begin in range(0, count, step):
         for piece, first in parts_of(value, begin, min(begin + step, count)):
             yield piece, first * item
-
-
-def without_fields(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view whose elements numpy copies whole; of records it leaves the gaps."""
-    if array.dtype.names is None or not array.dtype.itemsize:
-        return array
-    return array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def content_problem(tensor: Any) -> str:

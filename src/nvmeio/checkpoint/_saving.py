@@ -14,6 +14,7 @@ from nvmeio._files.descriptors import closing
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
 from nvmeio._memory.deferred import Deferred
+from nvmeio._memory.strides import without_fields
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.pool import require_available
@@ -24,7 +25,7 @@ from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.writing import STAGE_BYTES, reserve, write, write_image
 from nvmeio._tensors.dtypes import torch_module
-from nvmeio._tensors.memory import bytes_of, pieces_of, without_fields
+from nvmeio._tensors.memory import bytes_of, pieces_of
 from nvmeio._tensors.sharing import start_of
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
