@@ -392,6 +392,28 @@ def test_a_mixture_of_joined_files_is_refused(tmp_path, monkeypatch):
         load(tmp_path, zeroed(state_of(1)))
 
 
+def test_parts_that_cannot_be_joined_leave_the_old_model_and_nothing_else(
+    tmp_path, monkeypatch
+):
+    mapping = dict(zip(state_of(0), (1, 1, 1, 2, 2, 2), strict=True))
+    options = {"save_distributed": True, "enable_consolidation": True}
+    save(tmp_path, state_of(1), fqn_to_index_mapping=mapping, **options)
+    before, read = set(os.listdir(tmp_path)), _model_writing._joined
+    # As a process that was killed leaves it.
+    (tmp_path / temporary_name("model-00001-of-00002.safetensors")).write_bytes(b"part")
+
+    def joined(name, *arguments):
+        if mapping[name] == 2:
+            raise OSError(errno.EIO, "broken")
+        return read(name, *arguments)
+
+    monkeypatch.setattr(_model_writing, "_joined", joined)
+    with pytest.raises(CheckpointException, match="broken"):
+        save(tmp_path, state_of(2), fqn_to_index_mapping=mapping, **options)
+    assert set(os.listdir(tmp_path)) == before
+    assert same(load_sharded(tmp_path), state_of(1))
+
+
 def test_fewer_ranks_save_over_torchs_checkpoint(tmp_path):
     folder = tmp_path / "checkpoint"
     together(tmp_path, work.save_models, 3, folder=str(folder), by="torch")

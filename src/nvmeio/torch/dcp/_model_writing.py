@@ -125,6 +125,8 @@ thread_count_consolidation
             self._save.claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
         # What failed saves have left, before it is missed as space.
         _remove_parts(os.fspath(self.path), self._own_prefix())
+        if self.enable_consolidation:
+            _remove_parts(self.consolidated_output_path, "")
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -297,14 +299,19 @@ thread_count_consolidation
             contents = functools.partial(_joined, fqn, about, found, placed, folder)
             name = _hf_utils._gen_file_name(mapping[fqn], highest)
             named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
-        for name, sources in named.items():
-            parts_of[name] = temporary_name(name)
-            path = os.path.join(target, parts_of[name])
-            _create_like(path, os.path.join(target, name))
-            # transformers requires the key "format".
-            told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
-            save(sources, path, told, sync=self.sync_files, atomic=False)
-        self._give_names(target, parts_of.values(), indexed=True)
+        try:
+            for name, sources in named.items():
+                parts_of[name] = temporary_name(name)
+                path = os.path.join(target, parts_of[name])
+                _create_like(path, os.path.join(target, name))
+                # transformers requires the key "format".
+                told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
+                save(sources, path, told, sync=self.sync_files, atomic=False)
+            self._give_names(target, parts_of.values(), indexed=True)
+        except BaseException:
+            # Free their space, because the caller may try again.
+            remove_unneeded(target, parts_of.values())
+            raise
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
             for name, sources in named.items()
