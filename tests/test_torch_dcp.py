@@ -160,7 +160,7 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
 
 
 def test_saves_leave_nothing_in_the_context_of_the_thread(tmp_path):
-    """torch's patch() of a setting leaves a variable there, and all settings as they were."""
+    """torch's patch() of a setting leaves a variable there."""
     sizes = []
     for _ in range(3):
         state = {str(number): torch.zeros(number * 2000) for number in range(20)}

@@ -278,6 +278,12 @@ class TestParts:
         assert torch.equal(out["b"], whole[5:])
         assert torch.equal(out["a"], whole)
 
+    def test_a_target_of_one_element_may_have_any_stride(self, path):
+        nvmeio.torch.save({"a": torch.full((1, 1), 7.0)}, path)
+        row = torch.zeros(1, 8)
+        nvmeio.torch.load(path, out={"a": row.as_strided((1, 1), (8, 8), 3)})
+        assert row.tolist() == [[0, 0, 0, 7, 0, 0, 0, 0]]
+
     @pytest.mark.parametrize("kind", ["deflated", "big-endian", "beyond its bytes"])
     def test_unusual_archives_are_loaded_as_by_torch(self, path, kind):
         torch.save({"a": torch.arange(4.0), "b": torch.ones(1000)}, path)

@@ -12,8 +12,8 @@ from nvmeio._memory.strides import parts_of, without_fields
 from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of, start_of
 
-__all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "freed_problem", "in_slices"]
-__all__ += ["moved_problem", "pieces_of", "storage_problem"]
+__all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "flat_bytes", "freed_problem"]
+__all__ += ["in_slices", "moved_problem", "pieces_of", "storage_problem"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
 SLICE_BYTES = 8 << 20
@@ -32,10 +32,15 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     value = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if value.numel() == 0:
         return np.empty(0, np.uint8)
-    # As view() would refuse a dimension of size 1 with an unusual stride.
-    flat = value.as_strided((value.numel(),), (1,)).view(sys.modules["torch"].uint8)
+    flat = flat_bytes(value)
     # By numpy() its storage could not be resized any more, for ever, as FSDP does.
     return np.asarray(MemoryAt(flat.data_ptr(), (flat.numel(),), "|u1", flat))
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """Return the memory of a tensor that is dense, in C order, as a tensor of bytes."""
+    # As view() would refuse a dimension of size 1 with an unusual stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def pieces_of(value: Any) -> Iterator[npt.NDArray[np.uint8]]:

@@ -17,6 +17,7 @@ from nvmeio._tensors.dtypes import (
     torch_dtype,
     torch_module,
 )
+from nvmeio._tensors.memory import flat_bytes
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._stored import PAIRS, structured
 from nvmeio.checkpoint._tree import path_of
@@ -243,10 +244,8 @@ def _array(part: Part, base: Any) -> Any:
             return base
         flat = base.reshape(-1).view(np.uint8)
     else:
-        # As bytes, because numpy lacks some dtypes of torch.  view() would refuse a
-        # dimension of size 1 with an unusual stride.
-        flat = base.reshape(-1).as_strided((base.numel(),), (1,))
-        flat = flat.view(torch_module().uint8).numpy()
+        # As bytes, because numpy lacks some dtypes of torch.
+        flat = flat_bytes(base.reshape(-1)).numpy()
     if part.view is None:
         if not flat.size:
             return np.empty(part.shape, part.dtype)

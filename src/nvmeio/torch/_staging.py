@@ -6,6 +6,7 @@ flight while another one crosses the bus.
 
 import torch
 
+from nvmeio._tensors.memory import flat_bytes
 from nvmeio.torch._bits import copy_bits, opaque
 
 __all__ = ["DeviceStaging"]
@@ -43,8 +44,7 @@ class DeviceStaging:
         # The tensor's own, if its memory is used after this.
         shared = writable or dense.data_ptr() == tensor.data_ptr()
         self.storage = tensor.untyped_storage() if shared else None
-        # First as one dimension, because a 0-d tensor cannot be viewed as smaller items.
-        self._bytes = dense.view(-1).view(torch.uint8)
+        self._bytes = flat_bytes(dense)
         nbytes = self._bytes.numel()
         # The offset and size of each piece in bytes; empty for an empty tensor.
         self.pieces = [

@@ -19,7 +19,7 @@ from nvmeio._native.file import File
 from nvmeio._publish.files import new_contents
 from nvmeio._publish.mapped import Map, is_mapped, maps_of, require_copy
 from nvmeio._tensors.errors import note
-from nvmeio._tensors.memory import content_problem
+from nvmeio._tensors.memory import content_problem, flat_bytes
 from nvmeio._tensors.sharing import place_of
 from nvmeio._tensors.targets import Filled, check_apart, check_target, chosen_names
 from nvmeio._tensors.torch_files import content_of, entries_of
@@ -380,7 +380,7 @@ def _read(
         alone = shared[source.untyped_storage().data_ptr()] == 1
         if alone and source.is_contiguous() and is_memory(target) and target.numel():
             into[id(source)] = target
-            flat = target.detach().reshape(-1).view(torch.uint8)
+            flat = flat_bytes(target.detach())
             items.append((flat, file, spans[id(source)].low))
     memory = _memory({k: span for k, span in spans.items() if k not in into})
     wholes = list(memory)

@@ -11,6 +11,7 @@ import torch
 from nvmeio._arguments.checks import refuse_masked
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
+from nvmeio._tensors.memory import flat_bytes
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import is_common
 from nvmeio.torch.data._dataset import Flight, StoredDataset, beginnings_of
@@ -123,8 +124,8 @@ class ArrayDataset(StoredDataset):
                 yield beginnings_of(array, rows, array._row_bytes)
             else:
                 (taken,) = _tensors([_taken(array, rows)])
-                plain = taken.cpu().resolve_conj().resolve_neg().flatten()
-                yield plain.view(torch.uint8).numpy()
+                plain = taken.cpu().resolve_conj().resolve_neg().contiguous()
+                yield flat_bytes(plain).numpy()
 
     def _begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""
