@@ -36,6 +36,7 @@ from nvmeio.checkpoint import (
     Checkpointer,
     CheckpointError,
     _checkpointer,
+    _futures,
     _locks,
     _manifest,
     _restoring,
@@ -1874,3 +1875,45 @@ def test_a_step_that_a_lost_host_has_set_aside_is_restored(tmp_path):
         assert Checkpointer(tmp_path).latest() == 4
         assert (tmp_path / aside).exists()
     assert Checkpointer(tmp_path).restore() == {"step": 5}
+
+
+def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypatch):
+    """Python code of threading that an exception ends half-way keeps its locks."""
+    write, go_on = _saving.Plan.write, threading.Event()
+
+    def held(*arguments):
+        assert go_on.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(_saving.Plan, "write", held)
+    interrupted, at = True, 0
+    while interrupted:
+        at += 1
+        left, interrupted = at, False
+
+        def trace(frame, event, _):
+            nonlocal left, interrupted
+            if frame.f_code.co_filename in (threading.__file__, _futures.__file__):
+                left -= 1
+                if left == 0:
+                    interrupted = True
+                    raise KeyboardInterrupt
+            return trace
+
+        go_on.clear()
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.save_async(1, {})
+        timer = threading.Timer(0.05, go_on.set)
+        timer.start()
+        with contextlib.suppress(KeyboardInterrupt):
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                checkpointer.prune()
+            finally:
+                sys.settrace(before)
+        timer.join()
+        closing = threading.Thread(target=checkpointer.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()

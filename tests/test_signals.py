@@ -43,10 +43,10 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, size):
 @pytest.mark.skipif(
     sys.version_info[:2] == (3, 14), reason="CPython's issue 148874: a lock may stay"
 )
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(4))
 def test_ctrl_c_anywhere_leaves_nothing(tmp_path, part):
     """Each call is interrupted at each of its instructions, and twice at every third."""
-    options = {"folder": str(tmp_path), "part": part, "parts": 2}
+    options = {"folder": str(tmp_path), "part": part, "parts": 4}
     found = run_child("interrupt_everywhere", **options).report
     assert {name: report["left"] for name, report in found.items() if report["left"]} == {}
     for name, report in found.items():

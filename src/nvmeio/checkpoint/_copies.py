@@ -12,7 +12,7 @@ from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.paths import exists_now
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import CheckpointError, MovedError
-from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
+from nvmeio.checkpoint._futures import DRAINING, Flag, ToldFuture, start_thread
 from nvmeio.checkpoint._manifest import Manifest
 from nvmeio.checkpoint._places import Place, local_path, place_of
 from nvmeio.checkpoint._restoring import Held
@@ -39,7 +39,7 @@ class Copies:
         self._waiting: tuple[int, str, ToldFuture[int]] | None = None
         # The thread that copies.  It says so itself, because Ctrl-C may come at any time.
         self._runner: int | None = None
-        self._idle = threading.Event()
+        self._idle = Flag()
         self._idle.set()
         self._failed: ToldFuture[int] | None = None
         # The step that is being copied, and the drain of its files once it has begun.

@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 
 from nvmeio._events.forks import call_in_child
 
-__all__ = ["DRAINING", "SAVING", "SaveFuture", "ToldFuture", "start_thread"]
+__all__ = ["DRAINING", "SAVING", "Flag", "SaveFuture", "ToldFuture", "start_thread"]
 __all__ += ["tell_at_exit"]
 
 # The names of the threads that save and copy.
 SAVING, DRAINING = "nvmeio-checkpoint", "nvmeio-drain"
+
+# How often to look whether a flag is set.
+_LOOK_S = 0.05
 
 _Result = TypeVar("_Result")
 
@@ -26,6 +29,43 @@ _Result = TypeVar("_Result")
 _untold: dict[int, str] = {}
 _numbers = itertools.count()
 call_in_child(_untold.clear)
+
+
+class Flag:
+    """An event; Ctrl-C may come at any time while it is waited for.
+
+    That of threading may keep its own lock then, for which set() would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake who waits."""
+        self._is_set = True
+        self._pass_on()
+
+    def clear(self) -> None:
+        """Let others wait again."""
+        self._is_set = False
+        self._wake.acquire(blocking=False)
+
+    def wait(self) -> None:
+        """Wait until it is set."""
+        while not self._is_set:
+            # Looks again, because Ctrl-C may have come to one who was woken.
+            self._wake.acquire(timeout=_LOOK_S)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody has taken it
+            self._wake.release()
 
 
 def start_thread(run: Callable[[], object], name: str) -> None:
@@ -193,7 +233,7 @@ class SaveFuture(ToldFuture[pathlib.Path]):
         self.step = step
         self.staged: Future[None] = Future()
         # Set when the save has ended, before the callbacks run.
-        self._over = threading.Event()
+        self._over = Flag()
         self._may_begin: bool | None = None
         # The thread that saves, once it has begun.
         self._thread: int | None = None
