@@ -175,7 +175,10 @@ class Rows:
         numbers = ids.reshape(-1).long().contiguous()
         known = torch.from_numpy(wanted)
         if not torch.equal(known, numbers):
-            found = found[torch.searchsorted(known, numbers)]
+            if found.dtype.itemsize == 1:
+                # Torch 2.9 cannot index float8 on the CPU.
+                found = found.view(torch.uint8)
+            found = found[torch.searchsorted(known, numbers)].view(self.weight.dtype)
         return found.view(*ids.shape, *self.weight.shape[1:]).to(device)
 
     def prefetch(self, ids: torch.Tensor) -> None:
