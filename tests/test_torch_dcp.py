@@ -43,6 +43,7 @@ from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     PoolStager,
     _reading,
@@ -712,7 +713,22 @@ def test_metadata_of_a_few_bytes_take_little_memory(tmp_path, name, members, cal
     body = b"\x80\x04" + arguments + b"q\x000" + call * calls + b"."
     (tmp_path / ".metadata").write_bytes(body)
     with pytest.raises(pickle.UnpicklingError, match="more parts than it has bytes"):
+        bool(FileSystemReader(tmp_path).read_metadata())
+
+
+def test_an_older_torch_tells_why_metadata_cannot_be_read(tmp_path, monkeypatch):
+    """It catches what read_metadata() raises, and forgets it."""
+    monkeypatch.setattr(_reading, "DROPS_ERRORS", True)
+    for reader in (FileSystemReader(tmp_path), HuggingFaceStorageReader(tmp_path)):
+        with pytest.raises(CheckpointException, match="is empty"):
+            dcp.load({"y": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    with pytest.raises(FileNotFoundError):
         FileSystemReader(tmp_path).read_metadata()
+    (tmp_path / ".metadata").write_bytes(b"junk")
+    found = FileSystemReader(tmp_path).read_metadata()
+    for use in (bool, lambda each: each.storage_data):
+        with pytest.raises(pickle.UnpicklingError):
+            use(found)
 
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))

@@ -35,7 +35,7 @@ from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files
+from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files, told
 
 __all__ = [
     "SAVE_KEY",
@@ -108,8 +108,12 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
     tensor([0, 1, 2, 3])
     """
 
+    @told
     def read_metadata(self) -> Metadata:
-        """Read the headers of all files in the folder."""
+        """Read the headers of all files in the folder.
+
+        With torch before 2.12, an error is raised by the first use of the result.
+        """
         folder = os.fspath(self.path)
         check = of_one_save(folder)
         names = sorted(n for n in _names_in(folder) if n.endswith(_hf_utils.SUFFIX))

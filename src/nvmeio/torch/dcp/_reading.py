@@ -4,10 +4,11 @@ import bisect
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from nvmeio.torch.dcp._archives import (
 )
 from nvmeio.torch.dcp._metadata import read_with_digest
 
-__all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "target_of"]
+__all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "target_of", "told"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
@@ -48,6 +49,8 @@ BESIDE_BYTES_MAX = 256 << 20
 _ENDS_MAX = 256
 # How many ranks, and groups of ranks, a message names.
 _KINDS_MAX = 8
+# Before 2.12, torch drops what read_metadata() raises, and says only AssertionError.
+DROPS_ERRORS = torch.__version__ < (2, 12)
 
 
 class _Read(NamedTuple):
@@ -81,10 +84,48 @@ def _refuse_differences(found: list[object]) -> None:
     )
 
 
+class _Failed:
+    """Metadata that could not be read; any use raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __bool__(self) -> bool:
+        raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+def told(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
+    """Make an older torch tell errors of `read_metadata`."""
+
+    @functools.wraps(read_metadata)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read_metadata(self, *args, **kwargs)
+        except Exception as error:
+            if not DROPS_ERRORS:
+                raise
+            if isinstance(error, FileNotFoundError) and self.tries_ranks:
+                if "rank" not in kwargs:
+                    # Torch asks for the metadata of the rank next.
+                    self.missing = error
+                    raise
+                error = self.missing or error
+            return _Failed(error)
+
+    return read
+
+
 class OfRanks:
     """A reader whose ranks compare what they have read, before they change a tensor."""
 
     _read: _Read | None = None
+    # Whether torch reads the metadata of each rank, if there are none of all ranks.
+    tries_ranks = False
+    # Why there are none of all ranks.
+    missing: FileNotFoundError | None = None
 
     def _has_read(self, digest: str, folder: str) -> None:
         self._read = _Read(digest, os.path.abspath(folder), os.uname().nodename)
@@ -137,6 +178,8 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
     tensor([0, 1, 2, 3])
     """
 
+    tries_ranks = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -147,8 +190,12 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
         super().__init__(path, _extension_registry)
         self.weights_only = flag("weights_only", weights_only)
 
+    @told
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``, or the metadata file of a rank."""
+        """Read ``.metadata``, or the metadata file of a rank.
+
+        With torch before 2.12, an error is raised by the first use of the result.
+        """
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
         found, digest = read_with_digest(path, weights_only=self.weights_only)
         # A rank's own metadata is not that of the others.
