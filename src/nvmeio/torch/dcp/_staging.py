@@ -82,6 +82,9 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         super().__init__()
         self.pins = torch.cuda.is_available()
         self.devices: set[torch.device] = set()
+        # By the ids of the originals, which are kept alive.  Torch 2.9 would copy a storage
+        # for each of its tensors.
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
         if is_traceable_wrapper_subclass(x):
@@ -114,12 +117,15 @@ class _Copier(StateDictStager):  # type: ignore[misc]
     def _stage_untyped_storage(
         self, storage: torch.UntypedStorage, non_blocking: bool = False
     ) -> torch.UntypedStorage:
+        if id(storage) in self._copies:
+            return self._copies[id(storage)][1]
         nbytes = storage.nbytes()
         try:
             copy = empty(nbytes, dtype=torch.uint8, pin_memory=self.pins)
         except MemoryError:
             copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         found = copy.untyped_storage()
+        self._copies[id(storage)] = storage, found
         if nbytes and (storage.device.type != "cpu" or not storage.data_ptr()):
             # For a storage without memory, as of a ZeroTensor, torch raises an error.
             found.copy_(storage, non_blocking=non_blocking)
