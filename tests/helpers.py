@@ -39,6 +39,15 @@ need_ml_dtypes = pytest.mark.skipif(
 )
 
 
+def since_torch(version, has):
+    """Return a mark that skips a test with a torch that is older."""
+    import torch
+
+    number = f"{version[0]}.{version[1]}"
+    reason = f"torch before {number} has no {has}"
+    return pytest.mark.skipif(torch.__version__ < version, reason=reason)
+
+
 def edge_sizes():
     """Return edge sizes by name, as functions of the alignment."""
     return {

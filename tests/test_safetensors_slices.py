@@ -164,6 +164,9 @@ def difference(file, framework, rules, name, tensor, index):
 
 def is_excused(ours, theirs):
     """Return whether two results, or the messages of two errors, may differ."""
+    if theirs[0] == "NotImplementedError" and "index_cpu" in theirs[1]:
+        # Torch 2.9 cannot index float8.
+        return True
     if not isinstance(ours[0], str):
         return False
     if not isinstance(theirs[0], str):

@@ -881,9 +881,13 @@ class TestBatchStream:
     def test_a_custom_batch_pins_itself(self, labels, monkeypatch):
         """torch calls the method pin_memory() of such a batch."""
 
-        class Batch(list):
+        class Batch:
+            # Of a list, torch 2.9 would pin the items.
+            def __init__(self, samples):
+                self.samples = samples
+
             def pin_memory(self):
-                return ("pinned", *self)
+                return ("pinned", *self.samples)
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         dataset = ArrayDataset(labels)

@@ -573,8 +573,13 @@ def test_compilers_are_refused(tmp_path):
     for module in (model, model[0]):
         with pytest.raises(RuntimeError, match=r"0\.weight is on a drive, .* compiled"):
             module.compile()
+    # Torch 2.9 compiles what reads the weight, and fails there.
+    words = (
+        "weight is on a drive" if torch.__version__ >= (2, 10) else "bias cannot be read"
+    )
+    with pytest.raises(RuntimeError, match=rf"the weight 0\.{words}"):
+        torch.compile(model)(x)
     for compiled in (
-        torch.compile(model),
         lambda x: torch.export.export(model, (x,)),
         # Its file would have no values.
         lambda x: torch.jit.trace(model, x),

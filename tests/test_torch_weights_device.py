@@ -8,8 +8,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import nvmeio.safetensors.torch  # noqa: E402
 import nvmeio.torch  # noqa: E402
 from children import run_child  # noqa: E402
+from helpers import since_torch  # noqa: E402
+
+needs_fake_device = since_torch((2, 10), "backends in Python")
 
 
+@needs_fake_device
 def test_weights_are_copied_before_they_are_used(tmp_path):
     """Memory that a copy reads is not used again, and other streams wait for the copy."""
     assert run_child("compute_on_a_device", folder=str(tmp_path)).report == {
@@ -21,6 +25,7 @@ def test_weights_are_copied_before_they_are_used(tmp_path):
     }
 
 
+@needs_fake_device
 @pytest.mark.parametrize("kind", ["cpu", "device"])
 def test_a_forked_child_may_drop_a_model(tmp_path, kind):
     """It leaves the reads and copies of the parent alone."""
