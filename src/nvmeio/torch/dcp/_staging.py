@@ -86,6 +86,11 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         # for each of its tensors.
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
+    def close(self) -> None:
+        """Forget the copies, whose memory is the caller's."""
+        self._copies.clear()
+        super().close()
+
     def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
         if is_traceable_wrapper_subclass(x):
             # Its own storage has an address if it has an offset, but no bytes.
