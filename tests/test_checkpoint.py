@@ -1917,3 +1917,31 @@ def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypa
         closing.start()
         closing.join(20)
         assert not closing.is_alive()
+
+
+def test_a_step_that_another_host_replaces_while_it_is_read_is_read_again(
+    tmp_path, monkeypatch
+):
+    """NFS tells it by ESTALE, and this host still remembers the name."""
+    stale = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+
+    def once(function):
+        def called(*arguments, **how):
+            if stale:
+                raise stale.pop()
+            return function(*arguments, **how)
+
+        return called
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, {"step": 5})
+        for where, name in (
+            (_restoring.Held, "restore"),
+            (_restoring, "read_manifest"),
+            (_roots, "_beginning"),
+        ):
+            stale[:] = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, once(getattr(where, name)))
+                assert checkpointer.restore() == {"step": 5}
+            assert not stale

@@ -19,6 +19,7 @@ __all__ = [
     "exists_now",
     "has_name",
     "is_anothers",
+    "is_stale",
     "is_strangers",
     "is_within",
     "leads_to",
@@ -159,6 +160,14 @@ def exists_now(path: str) -> bool:
             return False
         raise OSError(error.errno, error.strerror, path) from error
     return True
+
+
+def is_stale(error: object) -> bool:
+    """Return whether a server says that an open file was removed, as by another host.
+
+    Then this host may still remember its name.
+    """
+    return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
 def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool:

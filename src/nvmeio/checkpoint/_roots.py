@@ -15,7 +15,14 @@ from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
-from nvmeio._files.paths import dangling, exists_now, is_anothers, is_strangers, naming
+from nvmeio._files.paths import (
+    dangling,
+    exists_now,
+    is_anothers,
+    is_stale,
+    is_strangers,
+    naming,
+)
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.names import final_name
@@ -419,7 +426,13 @@ class Root:
     def named(self) -> int | None:
         """Return the step in the file that names the newest; None if there is none."""
         path = os.path.join(self.where, LATEST)
-        text = _beginning(path, NAMED_BYTES_MAX)
+        try:
+            text = _beginning(path, NAMED_BYTES_MAX)
+        except OSError as error:
+            if not is_stale(error):
+                raise
+            # Another host has replaced it since it was opened.
+            text = b""
         if not text and exists_now(path):
             text = _beginning(path, NAMED_BYTES_MAX)
         found = named_in(text)
