@@ -25,7 +25,7 @@ from nvmeio._files.paths import (
 )
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
-from nvmeio._publish.names import final_name
+from nvmeio._publish.names import ASIDE, final_name
 from nvmeio.checkpoint._errors import (
     CheckpointError,
     GoneError,
@@ -407,6 +407,9 @@ class Root:
 
     def _put_back_of_hosts(self, names: list[str]) -> None:
         """Do as ``put_back`` for hosts that are lost, while nobody writes here."""
+        aside = [final_name(each) or "" for each in names if each.endswith(ASIDE)]
+        if not any(map(STEP.fullmatch, aside)):
+            return
         lock = WriterLock(self.where, _LOCK, *_LOCK_OF)
         # Another process writes, or this one; or this user may not.
         with contextlib.suppress(OSError):
