@@ -1270,6 +1270,34 @@ def test_a_copy_that_was_read_before_it_was_finished_counts_later(tmp_path, shel
     assert reader.latest() == reader.agreed_step() == 2
 
 
+def test_a_machine_that_is_lost_in_the_first_upload_lets_the_run_begin_anew(
+    tmp_path, shelf
+):
+    """On another machine, which has neither a step nor a copy."""
+    far = "shelf://bucket/run"
+    attempt = "step-1/1.elsewhere-5-77-0123abcd"
+    write(far, f"{attempt}/tree.json", b"{}")
+    with Checkpointer(tmp_path / "new", drain_to=far) as saver:
+        for call in (saver.restore, lambda: saver.restore(1)):
+            with (
+                pytest.warns(RuntimeWarning, match="step-1 is unfinished, as is all"),
+                pytest.raises(FileNotFoundError, match="checkpoint"),
+            ):
+                call()
+        with pytest.warns(RuntimeWarning, match="is unfinished"):
+            assert saver.agreed_step() is None
+        saver.save(1, 1)
+        saver.drained.result()
+    # Something was complete once: what is unfinished may be damaged.
+    file_of(far, 1, "manifest.json")()
+    reader = Checkpointer(tmp_path / "third", drain_to=far)
+    with (
+        pytest.warns(RuntimeWarning, match="step 1 is skipped"),
+        pytest.raises(CheckpointError, match=r"manifest\.json is missing"),
+    ):
+        reader.restore()
+
+
 def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
     set_aside = _roots.set_aside
 

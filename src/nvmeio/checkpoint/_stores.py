@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -225,6 +226,17 @@ class Store:
         folder = f"{self.where}/{attempt.folder}"
         return read_manifest(folder, step, open_fetched, check_size)
 
+    def _never_had(self, attempts: list[_Attempt]) -> bool:
+        """Return whether no copy was ever complete here, as far as can be seen.
+
+        The first one that is writes a name, and all have numbers.
+        """
+        return (
+            all(each.number for each in attempts)
+            and not self._latest()
+            and not any(a.complete for each in self.steps() for a in self._attempts(each))
+        )
+
     def _require(self, attempt: _Attempt, name: str) -> None:
         if name not in attempt.sizes:
             words = "is missing: the copy is unfinished or damaged"
@@ -253,6 +265,11 @@ class Store:
                 if not self._attempts(step):
                     raise missing(f"{self.where}/step-{step}")
                 continue
+            if not any(each.complete for each in attempts) and self._never_had(attempts):
+                # The first upload of a run, which was killed: nothing was acknowledged.
+                words = f"{self.where}/step-{step} is unfinished, as is all that is there"
+                warnings.warn(words, RuntimeWarning, stacklevel=5)
+                raise GoneError
             attempt = attempts[0]
             try:
                 with self._fetched(step, attempt, files) as held:
