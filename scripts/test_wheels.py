@@ -353,8 +353,11 @@ def run_tests(system: System) -> None:
     files = " ".join(f"tests/test_{name}.py" for name in TESTS)
     options = "-q -n 2 -m 'not packaging and not slow' -p no:cacheprovider --tb=short"
     if RELEASES[system.name].machine != MACHINE:
-        options += f" -k 'not {' and not '.join(NOT_EMULATED)}'"
-    text = system.run("sh", "-c", f"cd tree && python -m pytest {options} {files}")
+        options += f" -k 'not {' and not '.join(NOT_EMULATED)}' --timeout 1000"
+        pytest = "NVMEIO_TEST_WATCHDOG_S=900 python -m pytest"
+    else:
+        pytest = "python -m pytest"
+    text = system.run("sh", "-c", f"cd tree && {pytest} {options} {files}")
     system.say(f"tests of {', '.join(TESTS)}: {text.strip().rpartition(chr(10))[2]}")
 
 

@@ -26,8 +26,9 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 
-# A child that takes longer is taken to hang.  Two processors and a sanitizer make all slow.
-WATCHDOG_S = 90
+# A child that takes longer is taken to hang.  Two processors and a sanitizer make all slow;
+# emulators need still more time.
+WATCHDOG_S = int(os.environ.get("NVMEIO_TEST_WATCHDOG_S", "90"))
 
 # `make asan` sets these for Python only; tools of the system must not inherit them.
 PRELOADED = ("LD_PRELOAD", "PYTHONPATH")
