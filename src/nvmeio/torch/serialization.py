@@ -391,7 +391,8 @@ def _read(
         if id(each) in into:
             continue
         if id(each) not in spans:
-            each.data = torch.empty(each.shape, dtype=each.dtype, device="cpu")
+            strides, dtype = each.stride(), each.dtype
+            each.data = torch.empty_strided(each.shape, strides, dtype=dtype, device="cpu")
             continue
         span = spans[id(each)]
         whole = wholes[bisect.bisect_right(wholes, (span.low, sys.maxsize)) - 1]
