@@ -1613,3 +1613,21 @@ def test_runs_that_copy_other_steps_to_one_store_remove_none_of_each_other(tmp_p
         told.append(type(one.drained.exception()))
     assert told == [FileExistsError, type(None), type(None)]
     assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [50, 1000, 1010]
+
+
+def test_a_target_that_is_stale_is_named_at_once(tmp_path, monkeypatch):
+    """It is not the step that has moved."""
+    near, far, tried = tmp_path / "near", tmp_path / "far", []
+    take = _roots.Root.take
+
+    def stale(root, *arguments):
+        if root.where == str(far):
+            tried.append(far)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), root.where)
+        take(root, *arguments)
+
+    monkeypatch.setattr(_roots.Root, "take", stale)
+    saver = Checkpointer(near, drain_to=far)
+    saver.save(1, 1)
+    error = saver.drained.exception()
+    assert (error.errno, error.filename, tried) == (errno.ESTALE, str(far), [far])

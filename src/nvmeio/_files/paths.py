@@ -163,10 +163,7 @@ def exists_now(path: str) -> bool:
 
 
 def is_stale(error: object) -> bool:
-    """Return whether a server says that an open file was removed, as by another host.
-
-    Then this host may still remember its name.
-    """
+    """Return whether a server says that an open file was removed, as by another host."""
     return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from nvmeio._files.descriptors import FOLDER, Descriptor, closing, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close, unlock
-from nvmeio._files.paths import exists_now, is_stale, leads_to
+from nvmeio._files.paths import exists_now, leads_to
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._safetensors.file import ModelFile
@@ -65,7 +65,7 @@ class Held:
             self.manifest = read_manifest(folder, step, self._open_regular)
         except BaseException as error:
             try:
-                moved = is_stale(error) or not self.is_there()
+                moved = not self.is_there()
             finally:
                 self.close()
             if moved and isinstance(error, (CheckpointError, OSError)):
@@ -128,9 +128,7 @@ class Held:
         # If the folder was replaced, the error is not about this step: files are opened by
         # path, so they may have been the other folder's.
         try:
-            moved = isinstance(error, (CheckpointError, OSError)) and (
-                is_stale(error) or not self.is_there()
-            )
+            moved = isinstance(error, (CheckpointError, OSError)) and not self.is_there()
         finally:
             self.close()
         if moved:

@@ -510,7 +510,7 @@ class Root:
 
     def _read(self, step: int, read: Any) -> Any:
         """Read a step; read it again if it was replaced meanwhile."""
-        folder = self.folder(step)
+        folder, stale = self.folder(step), False
         for _ in range(TRIES):
             if not exists_now(folder):
                 if self.named() != step:
@@ -535,10 +535,17 @@ class Root:
                     raise
                 words = f"cannot be read, and is another user's: {error.strerror}"
                 raise CheckpointError(f"{folder} {words}") from None
+            except OSError as error:
+                # This host may still remember the name of what another one has replaced.
+                stale = is_stale(error)
+                if not stale:
+                    raise
             except CheckpointError:
                 if self._is_foreign(folder):
                     raise GoneError from None
                 raise
+        if stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
         raise NotDamagedError(f"{folder} was replaced {TRIES} times while it was read")
 
     def _is_foreign(self, folder: str) -> bool:
