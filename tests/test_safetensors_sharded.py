@@ -336,17 +336,17 @@ class TestRefused:
                     threading.Thread(target=save_sharded, args=(new, tmp_path, 4000))
                 )
                 replace(part, whole)
-                monkeypatch.setattr(replacing, "_is_locked", was_refused)
+                monkeypatch.setattr(replacing, "is_locked", was_refused)
                 second[0].start()
                 assert refused.wait(60)
             else:
                 replace(part, whole)
 
-        is_locked, refused = replacing._is_locked, threading.Event()
+        is_locked, refused = replacing.is_locked, threading.Event()
 
         def was_refused(descriptor):
             found = is_locked(descriptor)
-            if not found:
+            if found:
                 refused.set()
             return found
 

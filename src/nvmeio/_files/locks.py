@@ -23,6 +23,7 @@ __all__ = [
     "WriterLock",
     "header_for_reading",
     "in_child_close",
+    "is_locked",
     "locked_for_reading",
     "locked_header",
     "unlock",
@@ -198,6 +199,18 @@ def _is_of_a_lock(descriptor: int) -> bool:
         return False
     text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
     return not text or text.startswith(_HOLDER.encode())
+
+
+def is_locked(descriptor: int) -> bool:
+    """Lock a file or folder; return whether another has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # The file system cannot lock it.
+        return False
+    return False
 
 
 class FileLock(_Lock):

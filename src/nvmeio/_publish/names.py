@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import contents_of, opened
+from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
@@ -155,7 +155,7 @@ def is_unused(path: str) -> bool:
         return False
     try:
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
-            return not _is_locked(descriptor)
+            return not is_locked(descriptor)
     except FileNotFoundError:
         return False
 
@@ -204,7 +204,7 @@ def _remove(path: str, found: OwnerOf | None) -> bool:
         naming(path),
         opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
     ):
-        if _is_locked(descriptor):
+        if is_locked(descriptor):
             return False
         if found and found["kind"] == ASIDE:
             target = os.path.join(os.path.dirname(path), found["name"])
@@ -216,15 +216,3 @@ def _remove(path: str, found: OwnerOf | None) -> bool:
         else:
             os.unlink(path)
     return True
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Lock a file or folder; return whether another has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # The file system cannot lock it.
-        return False
-    return False

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import FOLDER, best_effort, open_regular, opened
 from nvmeio._files.kinds import INDEX_END
+from nvmeio._files.locks import is_locked
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name
 from nvmeio._safetensors.places import (
@@ -39,7 +40,7 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
         return
     with opened(folder, FOLDER) as descriptor:
         end = time.monotonic() + PATIENCE_S
-        while not _is_locked(descriptor):
+        while is_locked(descriptor):
             if time.monotonic() > end:
                 if goes_on:
                     break
@@ -56,18 +57,6 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
             # At once, also if a child that was forked meanwhile has the descriptor too.
             with best_effort():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Lock a folder; return False if another process or thread has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # The file system has no locks, or none of folders.
-        pass
-    return True
 
 
 @contextlib.contextmanager
