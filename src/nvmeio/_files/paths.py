@@ -19,7 +19,6 @@ __all__ = [
     "exists_now",
     "has_name",
     "is_anothers",
-    "is_stale",
     "is_strangers",
     "is_within",
     "leads_to",
@@ -160,11 +159,6 @@ def exists_now(path: str) -> bool:
             return False
         raise OSError(error.errno, error.strerror, path) from error
     return True
-
-
-def is_stale(error: object) -> bool:
-    """Return whether a server says that an open file was removed, as by another host."""
-    return isinstance(error, OSError) and error.errno == errno.ESTALE
 
 
 def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool:

@@ -19,7 +19,6 @@ from nvmeio._files.paths import (
     dangling,
     exists_now,
     is_anothers,
-    is_stale,
     is_strangers,
     naming,
 )
@@ -432,7 +431,7 @@ class Root:
         try:
             text = _beginning(path, NAMED_BYTES_MAX)
         except OSError as error:
-            if not is_stale(error):
+            if error.errno != errno.ESTALE:
                 raise
             # Another host has replaced it since it was opened.
             text = b""
@@ -537,7 +536,7 @@ class Root:
                 raise CheckpointError(f"{folder} {words}") from None
             except OSError as error:
                 # This host may still remember the name of what another one has replaced.
-                stale = is_stale(error)
+                stale = error.errno == errno.ESTALE
                 if not stale:
                     raise
             except CheckpointError:
