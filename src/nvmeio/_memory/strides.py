@@ -69,7 +69,7 @@ def parts_of(
 
 
 def without_fields(array: Any) -> Any:
-    """Return a view whose elements numpy copies whole; of records it leaves the gaps."""
+    """Return a view whose elements numpy copies with the gaps between their fields."""
     if array.dtype.names is None or not array.dtype.itemsize:
         return array
     return array.view(f"V{array.dtype.itemsize}")

@@ -47,7 +47,7 @@ class Flag:
         return self._is_set
 
     def set(self) -> None:
-        """Wake who waits."""
+        """Wake the threads that wait."""
         self._is_set = True
         self._pass_on()
 
