@@ -18,7 +18,7 @@ def taken(array, index):
     result = np.empty(selection.shape, array.dtype)
     if result.size:
         starts = selection.starts()
-        assert len(starts) == selection.count
+        assert len(starts) == selection.runs
         places = starts[:, None] + np.arange(selection.run)
         assert (places.min(), places.max() + 1) == selection.hull()
         result[...] = array.reshape(-1)[places].reshape(selection.shape)
@@ -67,7 +67,7 @@ def test_a_step_that_is_not_taken_may_be_huge(shape, step):
     for index in (np.s_[::step], np.s_[:, ::step]):
         assert_same(taken(array, index), array[index])
         selection = select(index, shape)
-        assert len(selection.starts()) == selection.count
+        assert len(selection.starts()) == selection.runs
 
 
 # Indices of an array (4, 5, 6), and whether their elements are one extent.
@@ -90,7 +90,7 @@ RUNS = {
 @pytest.mark.parametrize(("index", "count", "run"), RUNS.values(), ids=RUNS)
 def test_neighbours_are_one_extent(index, count, run):
     selection = select(index, (4, 5, 6))
-    assert (selection.count, selection.run) == (count, run)
+    assert (selection.runs, selection.run) == (count, run)
 
 
 # For an array (2, 3, 4, 5): lists of three select one axis of extent 3 together.  It comes

@@ -7,7 +7,6 @@ out while that changes.
 
 import fcntl
 import os
-from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -49,7 +48,7 @@ def _append_locked(
     if len(rows) == 0:
         array.take(before)
         return
-    after = replace(before, shape=(before.shape[0] + len(rows), *before.shape[1:]))
+    after = before._replace(shape=(before.shape[0] + len(rows), *before.shape[1:]))
     # Raw bytes have no header.
     old = os.pread(descriptor, 0 if array.raw else before.offset, 0)
     new = old and replace_shape(file.path, old, after.shape, after.dtype)

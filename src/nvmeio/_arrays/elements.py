@@ -1,7 +1,6 @@
 """Elements of arrays on disk: dtypes that are allowed, conversion of values."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,7 @@ Array = npt.NDArray[Any]
 _MISFITS = (TypeError, ValueError, OverflowError, RuntimeError)
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """The elements of an array on disk, and the type of its results."""
 
     dtype: np.dtype[Any]  # in the file

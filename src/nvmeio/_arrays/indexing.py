@@ -6,9 +6,8 @@ Nothing here touches a file.  Positions are counted in elements, in C order.
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,24 +31,21 @@ __all__ = [
 Positions = npt.NDArray[np.int64]
 
 
-# Not frozen, and with slots: these are made for every read of a row.
-@dataclass(slots=True)
-class Axis:
+# Named tuples, which are imported faster than dataclasses and made as fast.
+class Axis(NamedTuple):
     """One axis of a result, along which positions are equally spaced."""
 
     extent: int
     stride: int
 
 
-@dataclass(slots=True)
-class Points:
+class Points(NamedTuple):
     """The axes of a result that the integer arrays and masks of an index produce."""
 
     offsets: Positions
 
 
-@dataclass(slots=True)
-class Selection:
+class Selection(NamedTuple):
     """The elements that an index selects: runs of neighbouring elements, in order."""
 
     shape: tuple[int, ...]  # of the result, which is the runs one after another
@@ -59,12 +55,12 @@ class Selection:
     scalar: bool  # whether numpy would return an element, not an array without axes
 
     @property
-    def count(self) -> int:
+    def runs(self) -> int:
         """The number of runs."""
-        count = 1
+        runs = 1
         for part in self.outer:
-            count *= part.extent if isinstance(part, Axis) else part.offsets.size
-        return count
+            runs *= part.extent if isinstance(part, Axis) else part.offsets.size
+        return runs
 
     @property
     def repeats(self) -> bool:
@@ -111,7 +107,7 @@ class Selection:
             return
         first, inner = cast(Axis, self.outer[0]), self.outer[1:]
         step = max(1, most // max(1, abs(first.stride)))
-        count = self.count // first.extent * self.run
+        count = self.runs // first.extent * self.run
         for begin in range(0, first.extent, step):
             extent = min(step, first.extent - begin)
             outer = inner if extent == 1 else (Axis(extent, first.stride), *inner)

@@ -15,8 +15,7 @@ import sys
 import tokenize
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -88,8 +87,7 @@ class _TooLongError(ValueError):
     """A header is longer than numpy reads by default."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The layout of an array in a file."""
 
     dtype: np.dtype[Any]

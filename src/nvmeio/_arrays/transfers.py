@@ -6,9 +6,8 @@ takes the caller's, and ArrayFile starts the transfers.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,7 @@ _SPACING_BYTES = 64
 _PART_BYTES = 64 << 20
 
 
-@dataclass(slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Records of a file, and the memory to read them into or write them from."""
 
     offsets: Any  # of the records, in bytes
@@ -75,7 +73,7 @@ def reading(
         take = partial(np.ascontiguousarray, part)
         return _staged(array, records, layout.offset, take, part.shape, part.dtype, out)
     selection = select(index, layout.shape)
-    item, count = layout.dtype.itemsize, selection.count
+    item, count = layout.dtype.itemsize, selection.runs
     if count < 2 or selection.run == 0 or selection.run * item > _SPACING_BYTES * count:
         return gathering(array, selection, out)
     low, high = selection.hull()

@@ -1,7 +1,6 @@
 """Latencies of blocks: percentiles of the library's histogram."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +8,6 @@ import numpy.typing as npt
 __all__ = ["Latencies"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Latencies:
     """A histogram of the latencies of a handle's blocks, from ``handle.latencies()``.
 
@@ -39,8 +37,11 @@ class Latencies:
     True
     """
 
-    counts: npt.NDArray[np.uint64]
-    bounds_ns: npt.NDArray[np.int64]
+    def __init__(
+        self, counts: npt.NDArray[np.uint64], bounds_ns: npt.NDArray[np.int64]
+    ) -> None:
+        self.counts = counts
+        self.bounds_ns = bounds_ns
 
     @property
     def count(self) -> int:

@@ -6,8 +6,7 @@ that loads it, when the first torch object arrives, because this module must not
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(NamedTuple):
     """The memory of a tensor that the engine uses."""
 
     address: int  # of `nbytes` bytes in C order; 0 for a tensor on a device
