@@ -40,8 +40,18 @@ class Latencies:
     def __init__(
         self, counts: npt.NDArray[np.uint64], bounds_ns: npt.NDArray[np.int64]
     ) -> None:
-        self.counts = counts
-        self.bounds_ns = bounds_ns
+        self._counts = counts
+        self._bounds_ns = bounds_ns
+
+    @property
+    def counts(self) -> npt.NDArray[np.uint64]:
+        """The number of blocks in each bucket, the fastest first."""
+        return self._counts
+
+    @property
+    def bounds_ns(self) -> npt.NDArray[np.int64]:
+        """The longest latency of each bucket, in nanoseconds."""
+        return self._bounds_ns
 
     @property
     def count(self) -> int:
