@@ -17,6 +17,14 @@ def test_completion_offers_public_names_and_modules():
     assert {*dir(nvmeio)} == {*nvmeio.__all__, *modules, "__version__"}
 
 
+def test_help_describes_the_package_without_torch():
+    script = "import sys, nvmeio; sys.modules['torch'] = None; help(nvmeio)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "at the speed of the drive" in run.stdout
+    assert "nvmeio.torch" in run.stdout
+
+
 def test_public_modules_are_imported_on_access():
     script = "import nvmeio; print(nvmeio.profiles.load_profile.__name__)"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

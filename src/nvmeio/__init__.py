@@ -17,6 +17,7 @@ These modules are imported when they are first used:
 """
 
 import logging as _logging
+import sys as _sys
 import typing as _typing
 from importlib import import_module as _import_module
 
@@ -84,8 +85,12 @@ if _typing.TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """List the public names only, so that completion does not offer private modules."""
-    return [*__all__, *_MODULES, "__version__"]
+    """List the public names only, so that completion does not offer private modules.
+
+    Without torch, ``help(nvmeio)`` must not find a module that it cannot import.
+    """
+    missing = () if _has_torch() else ("torch",)
+    return [*__all__, *(name for name in _MODULES if name not in missing), "__version__"]
 
 
 def __getattr__(name: str) -> _typing.Any:
@@ -93,6 +98,13 @@ def __getattr__(name: str) -> _typing.Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _import_module(f"nvmeio.{name}")
+
+
+def _has_torch() -> bool:
+    """Return whether torch is imported or can be found."""
+    from importlib.util import find_spec
+
+    return _sys.modules.get("torch") is not None or find_spec("torch") is not None
 
 
 # Log nothing unless the program configures logging: Python would print warnings otherwise.
