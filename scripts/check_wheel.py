@@ -19,7 +19,7 @@ RUN_PATHS = {"$ORIGIN/../lib"}
 
 def check_object(path: Path) -> None:
     """Exit with a message if a shared object needs what the wheel does not promise."""
-    command = ("readelf", "--wide", "--dynamic", "--sections", path)
+    command = ("readelf", "--wide", "--dynamic", "--sections", "--segments", path)
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     needed = {*re.findall(r"\(NEEDED\).*\[(.+)\]", text)}
     if needed - LINKED:
@@ -29,6 +29,8 @@ def check_object(path: Path) -> None:
         sys.exit(f"{path.name} looks for libraries in {', '.join(run_paths - RUN_PATHS)}")
     if " .symtab " in text or " .debug_" in text:
         sys.exit(f"{path.name} is not stripped")
+    if re.search(r"GNU_STACK .* RWE ", text) or "GNU_RELRO " not in text:
+        sys.exit(f"{path.name} has an executable stack, or relocations that stay writable")
 
 
 def main(path: str) -> None:
