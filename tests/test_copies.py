@@ -24,7 +24,14 @@ from children import Child
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host, _start_of, temporary_name
-from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _roots, drain
+from nvmeio.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    _draining,
+    _places,
+    _roots,
+    drain,
+)
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Remote
@@ -639,6 +646,33 @@ def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
     with pytest.raises(PermissionError):
         save(tmp_path / "near", far, 2)
     assert contents(far) == before
+
+
+@pytest.mark.parametrize("how", ["finish", "read"])
+def test_a_copy_that_is_tried_again_removes_nothing_of_itself(
+    tmp_path, shelf, monkeypatch, how
+):
+    """A store may remove it late, when the next try has written it."""
+    monkeypatch.setattr(_draining, "PAUSE_S", 0)
+    removed, failed = [], []
+    call = getattr(_places._RemoteWriter, how)
+
+    def fail(writer):
+        found = call(writer)
+        if writer.target.endswith("tree.json") and not failed:
+            failed.append(writer.target)
+            raise TimeoutError("no answer")
+        return found
+
+    def watch(name, path):
+        if name == "rm_file":
+            removed.append(path)
+
+    monkeypatch.setattr(_places._RemoteWriter, how, fail)
+    shelf.watch = watch
+    save(tmp_path / "near", "shelf://bucket/run", 1)
+    assert failed
+    assert not removed
 
 
 def test_a_copy_that_drain_made_at_a_url_is_read_and_replaced(tmp_path):

@@ -292,7 +292,11 @@ class Drain:
             self.future.fail(self._failed, f"{self.source} was not copied to {where}")
 
     def _copy(self, name: str) -> None:
-        self._try(name, functools.partial(self._copy_once, name))
+        try:
+            self._try(name, functools.partial(self._copy_once, name))
+        except BaseException:
+            self.place.abandon(name)
+            raise
 
     def _try(self, name: str, act: Callable[[], object]) -> None:
         """Call `act`, and retry unless its error is final; `name` is for the message."""

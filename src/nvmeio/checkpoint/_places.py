@@ -63,7 +63,10 @@ class Place(Protocol):
         """Return how many bytes are free; None if that is unknown."""
 
     def writing(self, name: str) -> "contextlib.AbstractContextManager[Writer]":
-        """Write a file; it is removed at the end unless it was committed."""
+        """Write a file, which counts once it is committed."""
+
+    def abandon(self, name: str) -> None:
+        """Remove a file that was not committed, after the last try."""
 
     def read(self, name: str) -> Iterator[Bytes]:
         """Yield the bytes of a file, piece by piece."""
@@ -150,6 +153,9 @@ class Folder:
         with temporary as path, new_file(path) as file:
             yield _FolderWriter(file, temporary, path, self.path(name))
 
+    def abandon(self, name: str) -> None:
+        """Do nothing: a file without its name has gone at the end of writing()."""
+
     def read(self, name: str) -> Iterator[Bytes]:
         with File(self.path(name)) as file:
             # The process that wrote it may have died before it synced it.
@@ -223,6 +229,8 @@ class Remote:
         self.root = root
         self._connect = connect
         self._found: tuple[Any, str] | None = None
+        # The names of files that were finished, but not committed.
+        self._unsure: set[str] = set()
 
     @property
     def _connected(self) -> tuple[Any, str]:
@@ -260,15 +268,26 @@ class Remote:
             yield writer
         finally:
             writer.close()
-            if not writer.committed:
+            if writer.committed:
+                self._unsure.discard(name)
+            elif writer.finished:
+                self._unsure.add(name)
+            else:
                 with contextlib.suppress(Exception):
-                    # A finished object has its name even if the bytes read back are wrong.
-                    # Of an unfinished one, SFTP and others keep a part, and another drain
+                    # SFTP and others keep a part of an unfinished file, and another drain
                     # may have written the whole meanwhile.
                     now = self.size(name)
-                    is_part = now is not None and now != before and now <= writer.given
-                    if writer.finished or is_part:
+                    if now is not None and now != before and now <= writer.given:
                         self.remove(name)
+
+    def abandon(self, name: str) -> None:
+        # A finished object has its name even if the bytes read back are wrong.  It is not
+        # removed before the next try: a store may carry out a request when nobody waits
+        # for its answer any longer, and the next try has written the object.
+        if name in self._unsure:
+            self._unsure.discard(name)
+            with contextlib.suppress(Exception):
+                self.remove(name)
 
     def read(self, name: str) -> Iterator[Bytes]:
         with self.system.open(self.path(name), "rb") as stream:

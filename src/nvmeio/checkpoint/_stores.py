@@ -144,6 +144,7 @@ class Store:
                     writer.commit()
         except Exception as error:
             # fsspec may raise any type.
+            self._files.abandon(LATEST)
             _log.warning("the newest copy was not named: %s", error)
 
     def _attempts(self, step: int) -> list[_Attempt]:
