@@ -3,6 +3,9 @@
 import gc
 import itertools
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -174,6 +177,51 @@ def test_parts_die_in_several_threads():
     for thread in threads:
         thread.join()
     assert not resident(first, 1025).any()
+
+
+# A kernel with pages of 64 KiB refuses a start within a page, and rounds a length up.
+LARGE_PAGES = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+long sysconf(int name)
+{
+    long (*found)(int) = dlsym(RTLD_NEXT, "sysconf");
+    return name == _SC_PAGESIZE ? 65536 : found(name);
+}
+
+int madvise(void *address, size_t bytes, int advice)
+{
+    errno = EINVAL;
+    if ((uintptr_t)address % 65536)
+        return -1;
+    return (int)syscall(SYS_madvise, address, (bytes + 65535) & ~65535ul, advice);
+}
+"""
+PARTS = """
+import numpy as np
+from nvmeio._native.region import Region
+
+region = Region(60 * 100_000, 5)
+parts = [np.frombuffer(region.span(i * 100_000, (i + 1) * 100_000), "u1") for i in range(60)]
+for number, part in enumerate(parts):
+    part[:] = number
+del parts[::2], part
+assert all((part == 2 * i + 1).all() for i, part in enumerate(parts))
+"""
+
+
+def test_only_dead_parts_lose_their_bytes_if_pages_are_large(tmp_path):
+    source, preloaded = tmp_path / "pages.c", tmp_path / "pages.so"
+    source.write_text(LARGE_PAGES)
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    flags = ("-D_GNU_SOURCE", "-shared", "-fPIC", "-ldl")
+    subprocess.run([compiler, source, "-o", preloaded, *flags], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(preloaded)}
+    subprocess.run([sys.executable, "-c", PARTS], env=environment, check=True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from libc.errno cimport EAGAIN, EINTR, ENOMEM
 from libc.errno cimport errno as c_errno
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from posix.unistd cimport _SC_PAGESIZE, sysconf
 
 from nvmeio._libnvmeio cimport c_pool
 from nvmeio._native.errors cimport check, reason_of
@@ -28,11 +29,11 @@ cdef extern from "<sys/mman.h>" nogil:
     int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
     int MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTNEED, MADV_POPULATE_WRITE
 
-# The page sizes of the kernels that nvmeio supports.  A kernel with larger pages would only
-# return them later.
 cdef enum:
-    PAGE = 4096
     HUGE = 2 << 20
+
+# The kernel's, such as 4, 16 or 64 KiB.  madvise(2) rounds a length up to whole pages.
+cdef size_t PAGE = sysconf(_SC_PAGESIZE)
 
 
 cdef int map_pages(size_t size, int flags, int descriptor, char **result) noexcept nogil:
@@ -111,7 +112,7 @@ cdef class Region:
                 f"than {HUGE}"
             )
         self.nbytes, self.phase = nbytes, phase
-        cdef size_t size = (phase + nbytes + PAGE - 1) & ~<size_t> (PAGE - 1)
+        cdef size_t size = (phase + nbytes + PAGE - 1) & ~(PAGE - 1)
         # No huge page unless a whole one fits: it would take 2 MiB for a few bytes.
         cdef size_t huge = size & ~<size_t> (HUGE - 1)
         cdef size_t more = HUGE if huge else 0
@@ -147,11 +148,11 @@ cdef class Region:
     def populate(self, Py_ssize_t begin, Py_ssize_t end) -> None:
         """Populate the pages of a part, with the GIL released."""
         require_within(self, begin, end)
-        cdef char *first = self.mapped + ((self.phase + begin) & ~<size_t> (PAGE - 1))
+        cdef char *first = self.mapped + ((self.phase + begin) & ~(PAGE - 1))
         cdef size_t size = self.mapped + self.phase + end - first
         cdef int error
         with nogil:
-            size = (size + PAGE - 1) & ~<size_t> (PAGE - 1)
+            size = (size + PAGE - 1) & ~(PAGE - 1)
             error = populate_pages(first, size)
             if error == ENOMEM and c_pool.pool_trim():
                 error = populate_pages(first, size)

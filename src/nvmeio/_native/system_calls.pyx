@@ -7,6 +7,7 @@ import time
 
 from libc.errno cimport errno as c_errno
 from libc.stdint cimport int64_t
+from posix.unistd cimport _SC_PAGESIZE, sysconf
 
 from nvmeio._libnvmeio cimport c_file
 from nvmeio._native.errors cimport raise_because, raise_saying
@@ -64,8 +65,9 @@ cdef int rename(bytes source, bytes target, unsigned int flags):
 # takes longer was not there; virtual drives answer within the call.
 cdef enum:
     SAMPLES = 64
-    PAGE = 4096
     TRIED_NS = 20000
+
+cdef Py_ssize_t PAGE = sysconf(_SC_PAGESIZE)
 
 
 def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
