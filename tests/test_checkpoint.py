@@ -1541,6 +1541,21 @@ def test_a_step_is_removed_where_there_is_no_space_for_a_new_name(
     assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-2"]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_new_process_can_remove_a_step_to_make_room(root, monkeypatch, number):
+    """On a full btrfs, the lock's file cannot say who holds it."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state_of(1))
+
+    def pwrite(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.remove(1)
+        assert checkpointer.steps() == []
+
+
 def test_a_full_drive_is_named_where_no_folder_can_be_made(checkpointer, monkeypatch):
     """As on xfs and btrfs."""
     checkpointer.save(1, state_of(1))

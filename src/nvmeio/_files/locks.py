@@ -166,8 +166,13 @@ def _lock(descriptor: int, doing: str) -> None:
         raise
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+    except OSError as error:
+        # Without space on btrfs.  The lock is held, and what it is for may make room.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _hide_from_readers(descriptor: int) -> None:
