@@ -251,9 +251,9 @@ class Checkpointer:
         -----
         RuntimeWarning
             A newer step exists, which ``restore`` would read.  Or a step could not be
-            copied to `drain_to`, or older ones not be removed.  Or `root` was moved, or
-            mounted or unmounted, since the last save.  If warnings are errors, they are
-            raised once the step is saved.
+            copied to `drain_to`, or older ones not be removed.  Or `root` or `drain_to` was
+            moved, or mounted or unmounted, since the last save.  If warnings are errors,
+            they are raised once the step is saved.
 
         Notes
         -----
@@ -413,15 +413,17 @@ class Checkpointer:
         Append to `words` what to warn of.
         """
         root = self._steps.root
-        if root.lock.is_elsewhere:
-            words.append(root.moved)
+        if (moved := root.moved) is not None:
+            words.append(moved)
         root.take()
         require_ours(root.folder(step))
         complete = (s for s in root.steps() if root.was_complete(s, again=True))
         newest = max(next(complete, -1), self._newest_copy(words))
-        if self._copies is not None and (failed := self._copies.failure()) is not None:
-            where = self._copies.place.where
-            words.append(f"a step was saved but not copied to {where}: {failed}")
+        if self._copies is not None:
+            words += self._copies.moved()
+            if (failed := self._copies.failure()) is not None:
+                where = self._copies.place.where
+                words.append(f"a step was saved but not copied to {where}: {failed}")
         if newest > step:
             words.append(
                 f"step {step} is not the newest: restore() reads step {newest}, and "
@@ -944,8 +946,11 @@ class Checkpointer:
                 self._staging.release()
                 for place in self._places():
                     place.release()
-            if self._copies is not None and (failed := self._copies.failure()) is not None:
-                raise failed
+            if self._copies is not None:
+                failed = self._copies.failure()
+                _warn(self._copies.moved(), failed)
+                if failed is not None:
+                    raise failed
 
     def __enter__(self) -> "Checkpointer":
         return self

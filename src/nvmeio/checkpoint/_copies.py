@@ -42,6 +42,8 @@ class Copies:
         self._idle = Flag()
         self._idle.set()
         self._failed: ToldFuture[int] | None = None
+        # What to warn of: copies that went to another folder than those before.
+        self._moved: list[str] = []
         # The step that is being copied, and the drain of its files once it has begun.
         self._current: int | None = None
         self._drain: tuple[int, Future[int]] | None = None
@@ -120,6 +122,10 @@ class Copies:
             try:
                 # Held, so that the step is not pruned while it is copied.
                 with Held(folder, step) as held:
+                    # Not by the save, which would wait for a file system that hangs.
+                    if (words := self.place.moved) is not None:
+                        with self._mutex:
+                            self._moved.append(words)
                     self.place.take(step)
                     nbytes = self.place.copy(step, partial(copy, held.manifest))
                 break
@@ -167,6 +173,12 @@ class Copies:
         """Return the error of a failed copy, once; None if there is none."""
         failed, self._failed = self._failed, None
         return None if failed is None else failed.exception()
+
+    def moved(self) -> list[str]:
+        """Return what to warn of, once."""
+        with self._mutex:
+            words, self._moved = self._moved, []
+        return words
 
     def cancel(self, step: int) -> bool:
         """Stop copying a step, and return whether it was waiting or being copied."""

@@ -84,6 +84,10 @@ class StepPlace(Protocol):
     def where(self) -> str:
         """The path or URL, for messages."""
 
+    @property
+    def moved(self) -> str | None:
+        """What to say if this is another folder than at the last save; else None."""
+
     def steps(self) -> list[int]:
         """Return the steps of which there is anything, or that are named, newest first."""
 
@@ -375,8 +379,10 @@ class Root:
         self.removed: set[int] = set()
 
     @property
-    def moved(self) -> str:
-        """What to say if the lock is elsewhere."""
+    def moved(self) -> str | None:
+        """What to say if the lock is elsewhere; None if it is not."""
+        if not self.lock.is_elsewhere:
+            return None
         return (
             f"{self.where} is another folder than at the last save: it was moved, or "
             "something was mounted there or unmounted, so the steps before are elsewhere"
@@ -593,8 +599,8 @@ class Root:
 
     def take(self, step: int = 0) -> None:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
-        if self.lock.is_elsewhere:
-            _log.warning("%s", self.moved)
+        if (words := self.moved) is not None:
+            _log.warning("%s", words)
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())

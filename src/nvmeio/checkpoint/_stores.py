@@ -109,6 +109,8 @@ class Store:
         # Those that another writer has added meanwhile.
         self._foreign: set[int] = set()
 
+    moved = None
+
     def steps(self) -> list[int]:
         """Return the steps that have a folder or are named, newest first."""
         named = self.named()
