@@ -129,9 +129,9 @@ def _check(leaf: Leaf) -> None:
 
 
 def _array_problem(array: npt.NDArray[Any]) -> str:
-    if isinstance(array, np.ma.MaskedArray):
-        return "it is masked, and its mask would be lost; pass its data and its mask"
     if type(array) not in (np.ndarray, np.memmap):
+        if isinstance(array, np.ma.MaskedArray):
+            return "it is masked, and its mask would be lost; pass its data and its mask"
         return f"it is a {type(array).__qualname__}; pass its np.asarray()"
     if array.dtype.hasobject:
         return f"its dtype, {array.dtype}, has Python objects; pass an array of numbers"
