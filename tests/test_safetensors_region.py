@@ -205,8 +205,9 @@ PARTS = """
 import numpy as np
 from nvmeio._native.region import Region
 
-region = Region(60 * 100_000, 5)
-parts = [np.frombuffer(region.span(i * 100_000, (i + 1) * 100_000), "u1") for i in range(60)]
+size = 100_000
+region = Region(60 * size, 5)
+parts = [np.frombuffer(region.span(i * size, (i + 1) * size), "u1") for i in range(60)]
 for number, part in enumerate(parts):
     part[:] = number
 del parts[::2], part
