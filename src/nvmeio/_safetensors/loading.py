@@ -34,7 +34,7 @@ __all__ = ["Loading", "Wanted", "load", "look_up", "targets_in", "wanted"]
 # A tensor up to this size is read by the calling thread.
 SMALL_BYTES = 64 << 10
 # How much may be read at a time for targets that are not in C order.
-SLICED_BYTES = 4 * SLICE_BYTES
+SLICED_BYTES = 8 * SLICE_BYTES
 
 
 class Wanted(NamedTuple):

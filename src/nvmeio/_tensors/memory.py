@@ -16,7 +16,7 @@ __all__ = ["SLICE_BYTES", "bytes_of", "content_problem", "flat_bytes", "freed_pr
 __all__ += ["in_slices", "moved_problem", "pieces_of", "storage_problem"]
 
 # How much of a tensor or an array that is not in C order is copied at a time.
-SLICE_BYTES = 8 << 20
+SLICE_BYTES = 4 << 20
 
 
 def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
@@ -55,7 +55,8 @@ def pieces_of(value: Any) -> Iterator[npt.NDArray[np.uint8]]:
         yield bytes_of(value)
         return
     for piece, _ in in_slices(value):
-        yield bytes_of(piece)
+        # Made dense first, because torch transposes only dense matrices in blocks.
+        yield bytes_of(piece if isinstance(piece, np.ndarray) else piece.clone())
 
 
 def in_slices(value: Any) -> Iterator[tuple[Any, int]]:
