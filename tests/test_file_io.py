@@ -344,6 +344,14 @@ sys.kept.write(b"x" * {size})
     assert path.read_bytes() == b"x" * size
 
 
+def test_a_file_that_outlives_the_modules_is_closed_quietly(path):
+    path.write_bytes(b"x")
+    script = f"import sys, nvmeio; sys.kept = nvmeio.File({str(path)!r})"
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_S)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def found_elsewhere(file):
     """Report a File's state in another process."""
     return file.path, file.mode, file.closed, None if file.closed else file.read()
