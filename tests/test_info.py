@@ -25,6 +25,30 @@ def test_help_describes_the_package_without_torch():
     assert "nvmeio.torch" in run.stdout
 
 
+def test_what_few_programs_need_is_not_imported():
+    script = "import sys, numpy; before = {*sys.modules}; import nvmeio; "
+    script += "print(*({'dataclasses', 'logging', 'concurrent'} & {*sys.modules} - before))"
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert run.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "printed"),
+    [
+        ("", ""),
+        ("import logging", ""),
+        ("import logging; logging.basicConfig()", "WARNING:nvmeio:full\n"),
+    ],
+    ids=["not imported", "not configured", "configured"],
+)
+def test_the_log_is_for_programs_that_configure_logging(begin, printed):
+    script = f"from nvmeio._events.log import log\n{begin}\nlog.warning('%s', 'full')"
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert run.stderr == printed
+
+
 def test_public_modules_are_imported_on_access():
     script = "import nvmeio; print(nvmeio.profiles.load_profile.__name__)"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

@@ -16,7 +16,6 @@ These modules are imported when they are first used:
 ``help(nvmeio.Handle)``, for example, describes a name with its errors and an example.
 """
 
-import logging as _logging
 import sys as _sys
 import typing as _typing
 from importlib import import_module as _import_module
@@ -106,8 +105,5 @@ def _has_torch() -> bool:
 
     return _sys.modules.get("torch") is not None or find_spec("torch") is not None
 
-
-# Log nothing unless the program configures logging: Python would print warnings otherwise.
-_logging.getLogger("nvmeio").addHandler(_logging.NullHandler())
 
 __version__ = _version()

@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -18,10 +17,9 @@ from nvmeio._config.profile_files import (
     read_profile,
     saved_profiles,
 )
+from nvmeio._events.log import log
 
 __all__ = ["environment_file", "environment_options", "profile_at"]
-
-_log = logging.getLogger("nvmeio")
 
 
 def profile_at(path: Path, named_by: str = "") -> Profile:
@@ -61,7 +59,7 @@ def environment_options(value: str) -> Mapping[str, Any]:
         # This user cannot have profiles, for example without a home in a container.
         if value != "auto":
             raise
-        _log.info("NVMEIO_PROFILE is auto, but there is no profile: %s", error)
+        log.info("NVMEIO_PROFILE is auto, but there is no profile: %s", error)
         return {}
     return _remembered(value, folder, changed_ns, os.stat(os.curdir).st_dev)
 
@@ -81,7 +79,7 @@ def _options(
         return profile_at(value, "NVMEIO_PROFILE=").both.options
     file = environment_file(value)
     if file is None:
-        _log.info(
+        log.info(
             "NVMEIO_PROFILE is auto, but none of %d profiles in %s is for the device of "
             "the current directory: using the defaults",
             len(saved_profiles()),

@@ -1,7 +1,6 @@
 """The options of a handle: from arguments, else environment, else profile, else default."""
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from nvmeio._arguments.checks import word
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import DEFAULTS, TUNABLE, checked
+from nvmeio._events.log import log
 
 __all__ = [
     "environment",
@@ -16,8 +16,6 @@ __all__ = [
     "profile_arguments",
     "variable",
 ]
-
-_log = logging.getLogger("nvmeio")
 
 # Values that the environment can give to options that are neither words nor numbers.
 _TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
@@ -116,7 +114,7 @@ def _engine_in_place_of(engine: str, engines: Engines) -> str:
     found = engines()[engine]
     if found["works"]:
         return engine
-    _log.warning("the profile's engine %s cannot be used: %s", engine, found["reason"])
+    log.warning("the profile's engine %s cannot be used: %s", engine, found["reason"])
     return "auto"
 
 

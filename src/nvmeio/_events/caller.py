@@ -4,7 +4,6 @@ It runs while requests with callbacks are in flight, and a second longer.
 """
 
 import _thread
-import logging
 import select
 import threading
 import time
@@ -12,10 +11,9 @@ from typing import Any
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._events.listener import SLICE_S, Eventfd, Pauses, eventfd_of
+from nvmeio._events.log import log
 
 __all__ = ["CALLER"]
-
-_log = logging.getLogger("nvmeio")
 
 # How long the thread waits for the next request before it ends.
 IDLE_MS = 1000
@@ -79,7 +77,7 @@ class Caller:
             self._thread, self._starting = None, False
         # A thread that looks at the request calls its callbacks, or the next request with
         # callbacks tries again to start this thread.
-        _log.error(
+        log.error(
             "the thread for callbacks cannot start (%s); they are called when another "
             "thread looks at the request",
             error,
@@ -167,7 +165,7 @@ def _collect(workers: Any) -> bool:
         workers.collect()
     except BaseException:
         # A callback raised it, and no caller is there to receive it.
-        _log.exception("a callback has failed")
+        log.exception("a callback has failed")
         return False
     return True
 

@@ -14,6 +14,10 @@ cdef int raise_because(int error, str reason, object path) except -1
 # Raise OSError with `words` in place of the system's text.
 cdef int raise_saying(int error, str words, object path) except -1
 
+# Return a concurrent.futures.CancelledError, and whether an exception is one.
+cdef object cancelled(str words)
+cdef bint is_cancelled(object error) except -1
+
 # Return the system's text for an errno.
 cdef str reason_of(int error)
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import warnings
-from concurrent.futures import CancelledError
 
 from libc.stdint cimport int64_t
 
@@ -11,6 +10,8 @@ from nvmeio._libnvmeio.c_base cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op
 from nvmeio._libnvmeio.c_request cimport nvmeio_outcome
 
 
+# Held here, because the module's own name is gone when the interpreter ends.
+cdef object warn = warnings.warn
 cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
 
 
@@ -21,6 +22,19 @@ cdef int raise_because(int error, str reason, object path) except -1:
 
 cdef int raise_saying(int error, str words, object path) except -1:
     raise OSError(error, words) if path is None else OSError(error, words, path)
+
+
+cdef object cancelled(str words):
+    # Imported late, because it imports logging.
+    from concurrent.futures import CancelledError
+    return CancelledError(words)
+
+
+cdef bint is_cancelled(object error) except -1:
+    if error is None:
+        return False
+    from concurrent.futures import CancelledError
+    return isinstance(error, CancelledError)
 
 
 cdef str reason_of(int error):
@@ -39,7 +53,7 @@ cdef object error_of(
     if op != OP_FSYNC:
         where = f"{verb} of {nbytes} bytes at offset {offset}"
     if outcome.result == -errno.ECANCELED:
-        return CancelledError(f"the {where} of {path!r} was cancelled")
+        return cancelled(f"the {where} of {path!r} was cancelled")
     if outcome.result == -errno.ENODATA:
         words = (
             f"{verb} past the end of the file: wanted {nbytes} bytes at offset "
@@ -68,7 +82,7 @@ cdef object error_of_blocked(
     str doing, object path, str before, object cause, const nvmeio_outcome *outcome
 ):
     if outcome.result == -errno.ECANCELED:
-        error = CancelledError(
+        error = cancelled(
             f"the {doing} of {path!r} was not started: it comes after the {before}, which "
             "was cancelled"
         )
@@ -131,7 +145,7 @@ cdef int raise_unclosed(int result, object path) except -1:
 
 
 cdef str words_of(object error):
-    if isinstance(error, CancelledError):
+    if is_cancelled(error):
         # Who cancels a request may not look at it, but closing its file may have failed.
         error = error.__cause__
     return str(error) if isinstance(error, OSError) else None
@@ -139,7 +153,7 @@ cdef str words_of(object error):
 
 # Functions of Cython have no frame: level 1 is the line of Python that runs.
 cdef int warn_of(str words) except -1:
-    warnings.warn(
+    warn(
         f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=1
     )
     return 0
@@ -147,12 +161,12 @@ cdef int warn_of(str words) except -1:
 
 cdef int warn_open(str what, object source) noexcept:
     # As io.FileIO does.
-    warnings.warn(f"unclosed file {what}", ResourceWarning, stacklevel=1, source=source)
+    warn(f"unclosed file {what}", ResourceWarning, stacklevel=1, source=source)
     return 0
 
 
 cdef int warn_unclosed(int result, object path) except -1:
-    warnings.warn(
+    warn(
         f"a file was not closed before it was freed, and then: {reason_of(-result)}: "
         f"{path!r}",
         RuntimeWarning,

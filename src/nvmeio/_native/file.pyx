@@ -12,7 +12,6 @@ import errno
 import fcntl
 import io
 import itertools
-import logging
 import os
 import stat
 import sys
@@ -61,14 +60,13 @@ from nvmeio._native.errors cimport (
     warn_open,
     warn_unclosed,
 )
+from nvmeio._events.log import log
 from nvmeio._arguments.checks import direct_choice, encoded, integer, path_of, shown, whole
 from nvmeio._files.paths import absolute
 from nvmeio._native.descriptor import words_for_opening
 
 cdef extern from "<fcntl.h>" nogil:
     int fallocate(int descriptor, int mode, int64_t offset, int64_t size)
-
-_log = logging.getLogger("nvmeio")
 
 # Devices that were logged as having no O_DIRECT: once each.
 _buffered = set()
@@ -986,7 +984,7 @@ cdef int note_fallback(File file) except -1:
     c_file.file_get_info(file.c, &info)
     if not info.direct and info.device not in _buffered:
         _buffered.add(info.device)
-        _log.info(
+        log.info(
             "%r is on a file system without O_DIRECT: it goes through the page cache",
             file.path,
         )

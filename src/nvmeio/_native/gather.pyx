@@ -7,7 +7,6 @@ import errno
 import functools
 import math
 import os
-from concurrent.futures import CancelledError
 
 import numpy
 
@@ -37,7 +36,7 @@ from nvmeio._native.arguments cimport file_position, up_to
 from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.buffer cimport strided_array
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
+from nvmeio._native.errors cimport cancelled, check, error_in_words, error_of_parts, hint_for
 from nvmeio._native.errors cimport raise_refused
 from nvmeio._native.request cimport Request, fill_request, fill_transfer
 
@@ -267,7 +266,7 @@ cdef class GatherRequest(Request):
     cdef object judge(self, const nvmeio_outcome *outcome):
         name = name_of(self.op)
         if outcome.result == -errno.ECANCELED:
-            return CancelledError(
+            return cancelled(
                 f"the {name} of {self.count} records of {self.path!r} was cancelled"
             )
         first, found = failures_of(self.c)

@@ -5,7 +5,6 @@ Users call the methods in handle.pyx; request.pyx has what all requests share.
 
 import errno
 import functools
-from concurrent.futures import CancelledError
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -25,7 +24,8 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, acquire, library_for
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport error_of_parts, raise_of_item, raise_refused, verb_of
+from nvmeio._native.errors cimport cancelled, error_of_parts, raise_of_item
+from nvmeio._native.errors cimport raise_refused, verb_of
 from nvmeio._native.gather cimport failures_of
 from nvmeio._native.request cimport Request
 
@@ -161,7 +161,7 @@ cdef class ManyRequest(Request):
 
     cdef object judge(self, const nvmeio_outcome *outcome):
         if outcome.result == -errno.ECANCELED:
-            return CancelledError(f"the {self.doing()} was cancelled")
+            return cancelled(f"the {self.doing()} was cancelled")
         first, found = failures_of(self.c)
         name, path = f"{verb_of(self.op)} of many", self.paths[found[0][0]]
         count = len(self.paths)

@@ -6,9 +6,7 @@ releasing the memory.
 """
 
 import errno
-import logging
 import time
-from concurrent.futures import CancelledError
 from types import GenericAlias
 
 cimport cython
@@ -31,18 +29,18 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport deadline_ns
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport check, error_in_words, error_of, error_of_blocked
+from nvmeio._native.errors cimport cancelled, check, error_in_words, error_of
+from nvmeio._native.errors cimport error_of_blocked, is_cancelled
 from nvmeio._native.errors cimport raise_refused, verb_of, warn_of, words_of
 
 from nvmeio._events.caller import CALLER
+from nvmeio._events.log import log
 from nvmeio._memory.overlap import footprint_of
 
 cdef extern from "Python.h":
     void PyObject_GC_UnTrack(PyObject *)
     void PyObject_GC_Track(PyObject *)
     bint is_tracked "PyObject_GC_IsTracked"(object)
-
-_log = logging.getLogger("nvmeio")
 
 # Signals are handled between two slices of a wait, so Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
@@ -172,7 +170,7 @@ cdef class Request:
                 if outcome.result < 0:
                     continue
             error = one.error
-            cancelled = isinstance(error, CancelledError)
+            cancelled = is_cancelled(error)
             number = getattr(error, "errno", None) or errno.EIO
             self.c_outcome.result = -(errno.ECANCELED if cancelled else number)
             self.c_outcome.got = 0
@@ -210,7 +208,7 @@ cdef class Request:
         if outcome.close_error < 0 and not outcome.closing:
             add_close_error(error, outcome.close_error, self)
         if outcome.abandoned:
-            _log.critical("%s; its memory is never freed", error)
+            log.critical("%s; its memory is never freed", error)
             self.abandon_memory()
         else:
             try:
@@ -439,7 +437,7 @@ cdef class Request:
         if not self.poll_for(timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
         self.error_seen = True
-        if isinstance(self.error, CancelledError):
+        if is_cancelled(self.error):
             raise self.error
         return self.error
 
@@ -481,8 +479,7 @@ cdef class Request:
         Examples
         --------
         >>> import contextlib
-        >>> from concurrent.futures import CancelledError
-        >>> with nvmeio.Handle() as handle:
+        >>>         >>> with nvmeio.Handle() as handle:
         ...     request = handle.submit_write(np.arange(1000), "data.bin")
         ...     if request.cancel():
         ...         with contextlib.suppress(CancelledError):
@@ -582,7 +579,7 @@ cdef class Request:
 
     @property
     def _failed(self):
-        return self.error is not None and not isinstance(self.error, CancelledError)
+        return self.error is not None and not is_cancelled(self.error)
 
     def __await__(self):
         """Wait until the transfer is done, without blocking the asyncio event loop.
@@ -699,7 +696,7 @@ cdef int finish_interrupted(Request request) except -1:
         request.poll_for(None)
     except BaseException as second:
         if not request.finished:
-            _log.error("%r goes on, and its memory is in use until it is done", request)
+            log.error("%r goes on, and its memory is in use until it is done", request)
             if hasattr(second, "add_note"):
                 second.add_note(f"{request!r} goes on, and its memory is in use")
         raise
@@ -770,7 +767,7 @@ cdef object cause_of(Request request, size_t blocker):
     before = chain[0]
     if before.error is None:
         # It is being cancelled, but the kernel still has some of its blocks.
-        return CancelledError(f"the {before.doing()} of {before.path!r} was cancelled")
+        return cancelled(f"the {before.doing()} of {before.path!r} was cancelled")
     return before.error
 
 
@@ -853,7 +850,7 @@ cdef int call_all(Request request) except -1:
         try:
             fn(request)
         except Exception:
-            _log.exception("a callback of %r has failed", request)
+            log.exception("a callback of %r has failed", request)
         except BaseException as error:
             interruption = error
     if not nested:
@@ -905,7 +902,7 @@ cdef int add_close_error(object error, int close_error, Request request) except 
     if error is not None and error.__cause__ is None:
         error.__cause__ = closing
     else:
-        _log.error("%s", closing)
+        log.error("%s", closing)
     return 0
 
 

@@ -4,7 +4,6 @@ Requests are in request.pyx; users call the methods in handle.pyx.
 """
 
 import errno
-import logging
 import time
 
 import numpy
@@ -23,6 +22,7 @@ from nvmeio._native.request cimport Request
 from nvmeio._native.settings cimport apply_settings
 from nvmeio._native.errors cimport check, raise_saying, reason_of
 
+from nvmeio._events.log import log
 from nvmeio._native.info import engines
 
 cdef extern from "<sys/eventfd.h>" nogil:
@@ -33,8 +33,6 @@ cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned count, int flags)
     int eventfd_read(int fd, eventfd_t *count)
     int eventfd_write(int fd, eventfd_t count)
-
-_log = logging.getLogger("nvmeio")
 
 cdef dict _bounces = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOUNCE_NEVER}
 
@@ -301,7 +299,7 @@ cdef Workers start_workers(dict options):
     fallback = c_handle.handle_fallback(workers.c).decode()
     if fallback and fallback not in _logged:
         _logged.add(fallback)
-        _log.warning(
+        log.warning(
             "using the engine %s, because others do not work here: %s",
             workers.engine(),
             fallback,

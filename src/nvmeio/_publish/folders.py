@@ -3,11 +3,11 @@
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import stat
 from collections.abc import Callable
 
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
 from nvmeio._files.locks import in_child_close
@@ -34,8 +34,6 @@ __all__ = [
     "set_aside",
     "sync_below",
 ]
-
-_log = logging.getLogger("nvmeio")
 
 # The bytes of a name, NAME_MAX in limits.h.
 _FILE_NAME_MAX = 255
@@ -214,7 +212,7 @@ def discard(folder: str) -> None:
     try:
         remove_tree(folder)
     except OSError as error:
-        _log.warning("an obsolete folder was not removed: %s", error)
+        log.warning("an obsolete folder was not removed: %s", error)
 
 
 def put_back(
@@ -234,7 +232,7 @@ def put_back(
         return False
     _, failed = remove_left(folder, chosen)
     if failed is not None:
-        _log.warning("a folder that was set aside has not got its name: %s", failed)
+        log.warning("a folder that was set aside has not got its name: %s", failed)
     return True
 
 
@@ -252,6 +250,6 @@ def remove_unfinished(folder: str, named: Callable[[str], bool], *, own: bool) -
 
     removed, failed = remove_left(folder, chosen)
     for path in removed:
-        _log.info("removed what a save that was stopped has left: %s", path)
+        log.info("removed what a save that was stopped has left: %s", path)
     if failed is not None:
-        _log.warning("what a save that was stopped has left stays: %s", failed)
+        log.warning("what a save that was stopped has left stays: %s", failed)

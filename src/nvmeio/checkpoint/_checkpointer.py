@@ -1,7 +1,6 @@
 """``Checkpointer``: save and restore the state of a training run."""
 
 import contextlib
-import logging
 import os
 import pathlib
 import threading
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
+from nvmeio._events.log import log
 from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._files.paths import absolute_folder, exists, refuse_url
 from nvmeio._streams.progress import Progress, check_progress
@@ -40,8 +40,6 @@ from nvmeio.checkpoint._saving import Plan, Staging
 from nvmeio.checkpoint._steps import Steps, step_of
 
 __all__ = ["Checkpointer"]
-
-_log = logging.getLogger("nvmeio")
 
 
 _all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
@@ -488,7 +486,7 @@ class Checkpointer:
             return
         if not isinstance(failed, CancelledError):
             # Logged too, because the program may never ask the future.
-            _log.error("step %d was not saved: %s", plan.step, failed)
+            log.error("step %d was not saved: %s", plan.step, failed)
         if not future.staged.done():
             future.staged.set_exception(failed)
         if future._begun():

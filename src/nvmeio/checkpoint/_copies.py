@@ -1,13 +1,13 @@
 """Copies of a Checkpointer's steps on other storage, made in the background."""
 
 import errno
-import logging
 import threading
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
 from nvmeio._arguments.types import Path
+from nvmeio._events.log import log
 from nvmeio._files.kinds import MANIFEST
 from nvmeio._files.paths import exists_now
 from nvmeio.checkpoint._draining import Drain
@@ -22,8 +22,6 @@ from nvmeio.checkpoint._stores import Store
 __all__ = ["Copies"]
 
 RETRIES = 3
-
-_log = logging.getLogger("nvmeio")
 
 
 class Copies:
@@ -58,7 +56,7 @@ class Copies:
             self.latest = future
             runs = self._runner is not None
         if before is not None and before[2].cancel():
-            _log.warning(
+            log.warning(
                 "step %d is not copied, because step %d was saved meanwhile",
                 before[0],
                 step,
@@ -86,7 +84,7 @@ class Copies:
                 except BaseException as error:
                     failed = error
                     if not isinstance(error, CancelledError):
-                        _log.error("step %d was not copied: %s", step, error)
+                        log.error("step %d was not copied: %s", step, error)
                         self._failed = future
             # The copy has ended before callbacks of the future run: they may call a
             # Checkpointer while another thread waits, in close(), for its copies.
@@ -147,7 +145,7 @@ class Copies:
             prune(self.place, self._kept, step)
         except Exception as error:
             # fsspec may raise any type.
-            _log.warning("older copies were not removed: %s", error)
+            log.warning("older copies were not removed: %s", error)
         return nbytes
 
     def wait(self) -> None:

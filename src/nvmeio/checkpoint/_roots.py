@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import logging
 import os
 import re
 import stat
@@ -11,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from nvmeio._arguments.units import needed_and_free
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
@@ -73,8 +73,6 @@ OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
 Identity = tuple[int, int]
 # Copies the files of a step to a place, the manifest last; returns their size in bytes.
 Copy = Callable[[Place], int]
-
-_log = logging.getLogger("nvmeio")
 
 
 class StepPlace(Protocol):
@@ -179,7 +177,7 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
                 remove()
                 removed.append(step)
         except FileExistsError as error:
-            _log.warning("step %d is not pruned: %s", step, error)
+            log.warning("step %d is not pruned: %s", step, error)
         except (BlockingIOError, GoneError):
             # It is being read, or another process has removed it.
             continue
@@ -461,7 +459,7 @@ class Root:
                 replace_file(text, path, sync=False, read_only=True)
         except OSError as error:
             # Not by a warning, which may be an error, because the steps are changed.
-            _log.warning("the newest step was not named in %s: %s", path, error)
+            log.warning("the newest step was not named in %s: %s", path, error)
 
     def identity(self, step: int) -> str | None:
         """Return the identity of a save, unless it is incomplete or was found damaged."""
@@ -600,7 +598,7 @@ class Root:
     def take(self, step: int = 0) -> None:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
         if (words := self.moved) is not None:
-            _log.warning("%s", words)
+            log.warning("%s", words)
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())

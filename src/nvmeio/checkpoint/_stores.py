@@ -10,7 +10,6 @@ writes, which fsspec imitates where a store has none.
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import warnings
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import Descriptor, opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP
@@ -55,8 +55,6 @@ from nvmeio.checkpoint._roots import (
 from nvmeio.default import default_handle
 
 __all__ = ["Store"]
-
-_log = logging.getLogger("nvmeio")
 
 _ATTEMPT = re.compile(
     r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
@@ -147,7 +145,7 @@ class Store:
         except Exception as error:
             # fsspec may raise any type.
             self._files.abandon(LATEST)
-            _log.warning("the newest copy was not named: %s", error)
+            log.warning("the newest copy was not named: %s", error)
 
     def _attempts(self, step: int) -> list[_Attempt]:
         """Return the attempts at a step, the one to read first."""
@@ -421,7 +419,7 @@ class Store:
                     self._remove(each)
                 except Exception as error:
                     # fsspec may raise any type.
-                    _log.warning("a copy that was replaced was not removed: %s", error)
+                    log.warning("a copy that was replaced was not removed: %s", error)
         self._require_alone()
         return nbytes
 

@@ -5,7 +5,6 @@ op.py has the same names with DeepSpeed's -1 for errors.
 """
 
 import errno
-import logging
 
 cimport cython
 from libc.stdint cimport int64_t
@@ -22,6 +21,7 @@ from nvmeio._native.handle cimport Handle, new_handle
 from nvmeio._native.request cimport Request, wait_or_cancel
 from posix.fcntl cimport O_RDONLY
 
+from nvmeio._events.log import log
 from nvmeio._arguments.checks import flag, integer, word
 from nvmeio._config.constants import checked
 from nvmeio._config.options import handle_options
@@ -30,8 +30,6 @@ from nvmeio._native.copy import memcpy
 from nvmeio._native.file import open_for_writing
 from nvmeio._native.info import engines
 from nvmeio._native.pool import free_locked, is_locked, new_locked
-
-_log = logging.getLogger("nvmeio")
 
 
 cdef class aio_handle:
@@ -764,7 +762,7 @@ cdef class aio_handle:
             if first is None:
                 first = error
             else:
-                _log.error("another operation failed too: %s", error)
+                log.error("another operation failed too: %s", error)
         return len(requests) if first is None else self.failed(first)
 
     cdef object error_of(self, Request request):
@@ -787,7 +785,7 @@ cdef class aio_handle:
         with cython.critical_section(self):
             before, self.latest_error = self.latest_error, error
         del before
-        _log.error("%s", error)
+        log.error("%s", error)
         return -1
 
 

@@ -18,6 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 from nvmeio._arguments.checks import word
+from nvmeio._events.log import log
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -31,8 +32,6 @@ NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
 WORDS = dict.fromkeys(("1", "true", "yes", "on", "status"), "status") | {"raise": "raise"}
 
 Method = Callable[..., Any]
-
-_log = logging.getLogger("nvmeio")
 _lock = threading.RLock()
 # The current installation, the builder that it changed (a DeepSpeed that is imported again
 # has a new one), and how to undo it.
@@ -295,10 +294,10 @@ def _compatible(native: Method, name: str) -> Method:
 def _remark() -> None:
     """Warn of an untested release and of an op that was loaded too early."""
     if _version().split(".")[:2] != TESTED.split("."):
-        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
+        log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
     # DeepSpeed stores its op there for the whole process.
     if getattr(sys, "_deepspeed_pin_memory_op_module", None) is not None:
-        _log.warning(
+        log.warning(
             "DeepSpeed loaded its own pin_memory op before nvmeio was installed: its "
             "memory is not pinned for nvmeio's handles; install nvmeio earlier"
         )
@@ -336,5 +335,5 @@ def _agree(undo: contextlib.ExitStack) -> None:
 def _forward(undo: contextlib.ExitStack) -> None:
     """Show nvmeio's warnings and errors where DeepSpeed shows its own."""
     handler = _ToDeepSpeed(logging.WARNING)
-    _log.addHandler(handler)
-    undo.callback(_log.removeHandler, handler)
+    log.addHandler(handler)
+    undo.callback(log.removeHandler, handler)

@@ -2,17 +2,15 @@
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from typing import Literal, ParamSpec
 
 from nvmeio._arguments.checks import integer
+from nvmeio._events.log import log
 from nvmeio.deepspeed import _op
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
-
-_log = logging.getLogger("nvmeio")
 _thread = threading.local()
 
 P = ParamSpec("P")
@@ -138,7 +136,7 @@ def _with_status(transfer: Callable[P, int]) -> Callable[P, int]:
                 raise
             # The frames of a traceback would keep the buffer alive.
             _thread.error = error.with_traceback(None)
-            _log.error("%s", error)
+            log.error("%s", error)
             return -1
 
     words, _, _ = inspect.cleandoc(transfer.__doc__ or "").partition("Returns\n")

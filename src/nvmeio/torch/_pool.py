@@ -1,14 +1,11 @@
 """Memory of the pool as torch tensors, registered with CUDA."""
 
-import logging
-
 import torch
 
+from nvmeio._events.log import log
 from nvmeio._native import pool
 
 __all__ = ["announce", "tensor_in"]
-
-_log = logging.getLogger("nvmeio")
 
 
 def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
@@ -28,9 +25,9 @@ def announce(memory: pool.PoolMemory) -> None:
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
     except RuntimeError as error:
-        _log.warning("pinned memory could not be registered with CUDA: %s", error)
+        log.warning("pinned memory could not be registered with CUDA: %s", error)
         return
     if code:
-        _log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)
+        log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)
         return
     memory.call_before_free(runtime.cudaHostUnregister)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from nvmeio._arguments.callers import level_outside
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._arrays.indexing import Positions
+from nvmeio._events.log import log
 from nvmeio._files.tar import Archive, Member, decoded
 from nvmeio._native.file import File
 from nvmeio._safetensors.writing import replacing_links
@@ -32,8 +33,6 @@ from nvmeio.torch.data._identity import Stamp, stamp_of
 __all__ = ["BLOCK_BYTES", "SUFFIX", "TarIndex", "index_of"]
 
 Unsigned = npt.NDArray[np.unsignedinteger[Any]]
-
-_log = logging.getLogger("nvmeio")
 
 # The suffix that is added to an archive's name for its saved index.
 SUFFIX = ".nvmeio-index"
@@ -344,7 +343,7 @@ def _save(saved: str, index: TarIndex, status: _Status, headers: str, level: int
         with replacing_links():
             save_file(arrays, saved, metadata, sync=False)
     except (OSError, SafetensorError) as error:
-        _log.log(level, "the index of an archive is not saved: %s", error)
+        log.log(level, "the index of an archive is not saved: %s", error)
 
 
 _ARRAYS = TarIndex._fields[:-1]
@@ -374,7 +373,7 @@ def _load(saved: str, archive: File, status: _Status) -> TarIndex | None:
     except FileNotFoundError:
         return None
     except Exception as error:
-        _log.warning("the index %r is not used: %s", saved, error)
+        log.warning("the index %r is not used: %s", saved, error)
         return None
     return index
 

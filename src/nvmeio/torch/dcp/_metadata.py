@@ -4,7 +4,6 @@ import enum
 import functools
 import hashlib
 import io
-import logging
 import os
 import pathlib
 import pickle
@@ -17,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import METADATA, what_is_in, why_no_pickle
 from nvmeio._native.pickles import require_linear
@@ -27,8 +27,6 @@ __all__ = ["read_metadata", "read_with_digest", "shards_of"]
 ALIKE_MAX = 100
 _WAY_OUT = "pass weights_only=False to allow it, which runs any code in the file"
 
-_log = logging.getLogger("nvmeio")
-
 
 def shards_of(path: str) -> set[str] | None:
     """Return the names of a checkpoint's files, or None if its metadata is unreadable."""
@@ -38,7 +36,7 @@ def shards_of(path: str) -> set[str] | None:
     except FileNotFoundError:
         return set()
     except Exception as error:
-        _log.warning("the checkpoint that will be replaced cannot be read: %s", error)
+        log.warning("the checkpoint that will be replaced cannot be read: %s", error)
         return None
     # These will be removed, so accept only plain names of shards.
     suffix = filesystem.DEFAULT_SUFFIX

@@ -6,7 +6,6 @@ import errno
 import functools
 import heapq
 import io
-import logging
 import math
 import os
 import pickle
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import closing, cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
@@ -57,8 +57,6 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-
-_log = logging.getLogger("nvmeio")
 
 # How many keys a warning names.
 _NAMES_MAX = 8
@@ -568,4 +566,4 @@ def remove_unneeded(folder: str, names: Iterable[str]) -> None:
 
 def log_left(error: OSError) -> None:
     """Log that a file could not be removed."""
-    _log.warning("an obsolete file was not removed: %s", error)
+    log.warning("an obsolete file was not removed: %s", error)
