@@ -15,7 +15,7 @@ cdef int raise_because(int error, str reason, object path) except -1
 cdef int raise_saying(int error, str words, object path) except -1
 
 # Return a concurrent.futures.CancelledError, and whether an exception is one.
-cdef object cancelled(str words)
+cdef object cancelled_error(str words)
 cdef bint is_cancelled(object error) except -1
 
 # Return the system's text for an errno.

@@ -24,7 +24,7 @@ cdef int raise_saying(int error, str words, object path) except -1:
     raise OSError(error, words) if path is None else OSError(error, words, path)
 
 
-cdef object cancelled(str words):
+cdef object cancelled_error(str words):
     # Imported late, because it imports logging.
     from concurrent.futures import CancelledError
     return CancelledError(words)
@@ -53,7 +53,7 @@ cdef object error_of(
     if op != OP_FSYNC:
         where = f"{verb} of {nbytes} bytes at offset {offset}"
     if outcome.result == -errno.ECANCELED:
-        return cancelled(f"the {where} of {path!r} was cancelled")
+        return cancelled_error(f"the {where} of {path!r} was cancelled")
     if outcome.result == -errno.ENODATA:
         words = (
             f"{verb} past the end of the file: wanted {nbytes} bytes at offset "
@@ -82,7 +82,7 @@ cdef object error_of_blocked(
     str doing, object path, str before, object cause, const nvmeio_outcome *outcome
 ):
     if outcome.result == -errno.ECANCELED:
-        error = cancelled(
+        error = cancelled_error(
             f"the {doing} of {path!r} was not started: it comes after the {before}, which "
             "was cancelled"
         )

@@ -36,8 +36,8 @@ from nvmeio._native.arguments cimport file_position, up_to
 from nvmeio._native.buffer cimport Buffer, acquire, library_for, new_buffer
 from nvmeio._native.buffer cimport strided_array
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport cancelled, check, error_in_words, error_of_parts, hint_for
-from nvmeio._native.errors cimport raise_refused
+from nvmeio._native.errors cimport cancelled_error, check, error_in_words, error_of_parts
+from nvmeio._native.errors cimport hint_for, raise_refused
 from nvmeio._native.request cimport Request, fill_request, fill_transfer
 
 from nvmeio._native.copy import memcpy
@@ -266,7 +266,7 @@ cdef class GatherRequest(Request):
     cdef object judge(self, const nvmeio_outcome *outcome):
         name = name_of(self.op)
         if outcome.result == -errno.ECANCELED:
-            return cancelled(
+            return cancelled_error(
                 f"the {name} of {self.count} records of {self.path!r} was cancelled"
             )
         first, found = failures_of(self.c)

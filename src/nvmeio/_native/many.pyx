@@ -24,7 +24,7 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, acquire, library_for
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport cancelled, error_of_parts, raise_of_item
+from nvmeio._native.errors cimport cancelled_error, error_of_parts, raise_of_item
 from nvmeio._native.errors cimport raise_refused, verb_of
 from nvmeio._native.gather cimport failures_of
 from nvmeio._native.request cimport Request
@@ -161,7 +161,7 @@ cdef class ManyRequest(Request):
 
     cdef object judge(self, const nvmeio_outcome *outcome):
         if outcome.result == -errno.ECANCELED:
-            return cancelled(f"the {self.doing()} was cancelled")
+            return cancelled_error(f"the {self.doing()} was cancelled")
         first, found = failures_of(self.c)
         name, path = f"{verb_of(self.op)} of many", self.paths[found[0][0]]
         count = len(self.paths)

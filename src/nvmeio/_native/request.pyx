@@ -29,7 +29,7 @@ from nvmeio._libnvmeio.c_request cimport (
 from nvmeio._native.arguments cimport deadline_ns
 from nvmeio._native.buffer cimport Buffer
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport cancelled, check, error_in_words, error_of
+from nvmeio._native.errors cimport cancelled_error, check, error_in_words, error_of
 from nvmeio._native.errors cimport error_of_blocked, is_cancelled
 from nvmeio._native.errors cimport raise_refused, verb_of, warn_of, words_of
 
@@ -767,7 +767,7 @@ cdef object cause_of(Request request, size_t blocker):
     before = chain[0]
     if before.error is None:
         # It is being cancelled, but the kernel still has some of its blocks.
-        return cancelled(f"the {before.doing()} of {before.path!r} was cancelled")
+        return cancelled_error(f"the {before.doing()} of {before.path!r} was cancelled")
     return before.error
 
 

@@ -15,7 +15,7 @@ from nvmeio._libnvmeio.c_request cimport nvmeio_handle
 from nvmeio._native.buffer cimport Buffer, acquire
 from nvmeio._native.file cimport File
 from nvmeio._native.workers cimport Workers
-from nvmeio._native.errors cimport cancelled, words_of
+from nvmeio._native.errors cimport cancelled_error, words_of
 from nvmeio._native.request cimport Request, fill_request, finish_interrupted
 from nvmeio._native.request cimport new_request, finish_and_release
 
@@ -176,7 +176,7 @@ cdef class StagedRequest(Request):
             except OSError as second:
                 error = error or second
         if error is None and self.outcome < self.nbytes:
-            error = cancelled(f"the transfer of {self.path!r} was cancelled")
+            error = cancelled_error(f"the transfer of {self.path!r} was cancelled")
         if error is None and self.op == OP_READ:
             self.buffer.check_storage(None)
             self.buffer.land()
