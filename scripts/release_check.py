@@ -7,10 +7,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import venv
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from test_pythons import find_pythons
 from test_wheels import RELEASES, ROOT, download, wheels_of
 
 MAKE = ("make", "-s", "--no-print-directory")
@@ -64,11 +65,13 @@ def check_version() -> Iterator[str]:
     words = ", ".join(f"{name} {number}" for name, number in found.items())
     if len({*found.values()}) > 1:
         raise NotReadyError(words)
-    yield words
+    heading = text.partition("## [")[2].partition("\n")[0]
+    dated = re.search(r"\d{4}-\d\d-\d\d$", heading)
+    yield words if dated else f"{words}; still to do: the day of the release in {name}"
 
 
 def check_classifiers() -> Iterator[str]:
-    """Compare the Pythons of the classifiers with those of the wheels."""
+    """Compare the Pythons of the classifiers with those of the wheels; refuse Alpha."""
     text = Path(ROOT, "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
     without_gil = "Programming Language :: Python :: Free Threading" in text
@@ -77,11 +80,17 @@ def check_classifiers() -> Iterator[str]:
         raise NotReadyError(
             f"classifiers: {', '.join(found)}; wheels: {', '.join(PYTHONS)}"
         )
-    yield f"{', '.join(found)}, as the wheels"
+    status = re.findall(r'"Development Status :: (.+)"', text)[0]
+    if "Alpha" in status:
+        raise NotReadyError(f"the status is {status}")
+    yield f"{', '.join(found)}, as the wheels; status {status}"
 
 
 def check_tree() -> Iterator[str]:
-    """Check that all is committed, and that no file names a folder of this machine."""
+    """Check that all is there and committed, and that nothing names a folder of here."""
+    for name in ("LICENSE", "SECURITY.md", "CITATION.cff", "CONTRIBUTING.md"):
+        if not Path(ROOT, name).is_file():
+            raise NotReadyError(f"there is no {name}")
     changed = run("git", "status", "--porcelain").splitlines()
     if changed:
         raise NotReadyError(f"not committed: {', '.join(line[3:] for line in changed)}")
@@ -96,6 +105,20 @@ def check_tree() -> Iterator[str]:
 def check_sdist() -> Iterator[str]:
     """Make the sdist, look for what it lacks, and use it in a clean environment."""
     yield run(*MAKE, "sdist").strip().rpartition("\n")[2]
+
+
+def differing(wheel: Path) -> list[str]:
+    """Return the names of files of a wheel that are not as those of this tree."""
+    names = []
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            inside = name.removeprefix("nvmeio/")
+            source = ROOT / (inside if inside.startswith("include/") else f"src/{name}")
+            if name.endswith((".py", ".pyi", ".pxd", ".h")) and (
+                not source.is_file() or archive.read(name) != source.read_bytes()
+            ):
+                names.append(name)
+    return names
 
 
 def check_wheels() -> Iterator[str]:
@@ -118,35 +141,53 @@ def check_wheels() -> Iterator[str]:
     words += [f"{name} is of another version" for name in sorted(found - wanted)]
     old = sorted(name for name in found & wanted if built[name] < changed)
     words += [f"{name} is older than the sources" for name in old]
+    for name in sorted(found & wanted):
+        if names := differing(folder / name):
+            words.append(f"{name} has another {names[0]} than this tree")
     if words:
         raise NotReadyError("; ".join(words))
 
 
 def check_times() -> Iterator[str]:
-    """Measure how long pip installs a wheel, and Python imports it after numpy."""
-    python = "{}.{}".format(*sys.version_info[:2])
-    wheels = wheels_of(python)
-    if not wheels:
-        raise NotReadyError(f"there is no wheel for Python {python}")
+    """Measure how long pip installs each wheel, and Python imports it after numpy."""
+    slow, programs = [], find_pythons()
+    for python in PYTHONS:
+        wheels = wheels_of(python)
+        if not wheels or python not in programs:
+            raise NotReadyError(f"there is no wheel for Python {python}, or no such Python")
+        installed, imported = times_of(wheels[0], programs[python], download(python))
+        words = f"Python {python}: pip installs in {installed:.2f} s of CPU time"
+        words += f" (at most {INSTALL_S_MAX})"
+        words += f"; import after numpy: {imported * 1e3:.1f} ms, median of {IMPORTS}"
+        yield f"{words} (at most {IMPORT_S_MAX * 1e3:.0f})"
+        if installed > INSTALL_S_MAX or imported > IMPORT_S_MAX:
+            slow.append(python)
+    if slow:
+        raise NotReadyError(f"too slow for Python {', '.join(slow)}")
+
+
+def times_of(wheel: Path, program: str, packages: Path) -> tuple[float, float]:
+    """Return the CPU time of installing a wheel, and of importing it, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
+        run(program, "-m", "venv", folder)
         inside = Path(folder, "bin", "python")
         pip = (inside, "-m", "pip", "install", "-q", "--no-index")
-        run(*pip, "--find-links", download(python), "numpy", "crc32c")
+        run(*pip, "--find-links", packages, "numpy", "crc32c")
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run(*pip, wheels[0])
+        run(*pip, wheel)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         installed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         run(inside, "-c", IMPORT)  # which compiles the modules
         times = [float(run(inside, "-c", IMPORT)) for _ in range(IMPORTS)]
-    imported = statistics.median(times)
-    words = f"Python {python}: pip installs in {installed:.2f} s of CPU time"
-    words += f" (at most {INSTALL_S_MAX})"
-    words += f"; import after numpy: {imported * 1e3:.1f} ms, median of {IMPORTS}"
-    words += f" (at most {IMPORT_S_MAX * 1e3:.0f})"
-    if installed > INSTALL_S_MAX or imported > IMPORT_S_MAX:
-        raise NotReadyError(words)
-    yield words
+    return installed, statistics.median(times)
+
+
+def check_pythons() -> Iterator[str]:
+    """Run the tests that need no torch on the other Pythons, and without the GIL."""
+    for target in ("test-pythons", "test-free-threaded"):
+        for line in run(*MAKE, target).splitlines():
+            if re.match(r"Python 3\.\d+t?: ", line):
+                yield line
 
 
 def check_systems() -> Iterator[str]:
@@ -163,6 +204,7 @@ CHECKS: dict[str, Callable[[], Iterator[str]]] = {
     "sdist": check_sdist,
     "wheels": check_wheels,
     "times": check_times,
+    "pythons": check_pythons,
     "systems": check_systems,
 }
 

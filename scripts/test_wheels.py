@@ -228,7 +228,7 @@ def emulated(release: Release) -> Iterator[None]:
 def wheels_of(version: str, machine: str = MACHINE) -> list[Path]:
     """Return the wheels for a CPython and a machine."""
     short = version.replace(".", "")
-    pattern = f"nvmeio-*-cp{short}-cp{short}-*_{machine}.whl"
+    pattern = f"nvmeio-*-cp{short.rstrip('t')}-cp{short}-*_{machine}.whl"
     return sorted(Path(ROOT, "dist/wheels").glob(pattern))
 
 
