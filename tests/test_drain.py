@@ -1019,6 +1019,32 @@ class Upload(io.BytesIO):
         super().close()
 
 
+def test_an_upload_that_cannot_be_completed_is_abandoned(source, monkeypatch):
+    """S3 would keep its parts for ever, where no listing shows them."""
+    begun, abandoned = [], []
+
+    class Refused(Upload):
+        def close(self):
+            # fsspec's files count as closed after that.
+            io.BytesIO.close(self)
+            raise OSError(errno.EIO, "not completed")
+
+        def discard(self):
+            abandoned.append(self)
+
+    def open_file(system, path, mode="rb", **options):
+        begun.append(Refused(system, path))
+        return begun[-1]
+
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    monkeypatch.setattr(type(system), "open", open_file)
+    with pytest.raises(OSError, match="not completed"):
+        drain(source, "memory://refused", retries=0).result()
+    assert begun
+    assert all(any(each is other for other in abandoned) for each in begun)
+
+
 @pytest.mark.parametrize("kind", ["SFTP", "store", "store, and another drain"])
 def test_a_drain_that_fails_leaves_no_part_of_a_file(source, monkeypatch, kind):
     """What another drain has written meanwhile stays, too."""

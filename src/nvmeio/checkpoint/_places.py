@@ -377,7 +377,14 @@ class _RemoteWriter:
 
     def finish(self) -> None:
         self.finished = True
-        self.stream.close()
+        try:
+            self.stream.close()
+        except BaseException:
+            # It counts as closed, but a store keeps the parts of a large object, which no
+            # listing shows, until the upload is abandoned.
+            with contextlib.suppress(Exception):
+                self.stream.discard()
+            raise
 
     def read(self) -> Iterator[Bytes]:
         return self.place.read(self.name)
