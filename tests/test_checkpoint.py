@@ -1960,3 +1960,25 @@ def test_a_step_that_another_host_replaces_while_it_is_read_is_read_again(
                 patch.setattr(where, name, once(getattr(where, name)))
                 assert checkpointer.restore() == {"step": 5}
             assert not stale
+
+
+IMPORTS = """
+import sys
+import numpy as np
+from nvmeio.checkpoint import Checkpointer
+
+before = set(sys.modules)
+state = {"a": np.ones(3), "b": np.ones((3, 4)).T, "c": np.zeros(2, "i4,f8")}
+with Checkpointer("run", verify="checksum", drain_to="far") as checkpointer:
+    checkpointer.save_async(1, state).result()
+    checkpointer.drained.result()
+    checkpointer.restore(into=checkpointer.restore())
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_save_and_a_restore_import_nothing(tmp_path):
+    """A child that is forked meanwhile would wait for ever for the lock of an import."""
+    command = [sys.executable, "-c", IMPORTS]
+    found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert found.stdout.split() == []

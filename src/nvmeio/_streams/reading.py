@@ -119,7 +119,8 @@ def _start(records: Records, region: Region, pending: Pending) -> None:
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         first, end = int(places[low]), int(places[high - 1] + nbytes[high - 1])
         region.populate(first, end)
-        for index in np.unique(file[low:high]).tolist():
+        # Not by np.unique(), which imports numpy.ma.
+        for index in np.flatnonzero(np.bincount(file[low:high])).tolist():
             mine = low + np.flatnonzero(file[low:high] == index)
             if len(mine) == 1:
                 one = int(mine[0])

@@ -86,9 +86,7 @@ class Groups:
 
     def __init__(self, count: int) -> None:
         self._parents = list(range(count))
-        # Of fixed seed, so that the work is the same each time; the answer does not depend
-        # on it.
-        self._random = np.random.default_rng(0)
+        self._random: np.random.Generator | None = None
 
     def root(self, index: int) -> int:
         """Return the leaf that stands for a leaf's group."""
@@ -188,7 +186,11 @@ class Groups:
         numbers = np.arange(len(which)) - np.repeat(np.cumsum(samples) - samples, samples)
         # The first and the last run are among those that are drawn.
         drawn = (numbers > 0) & (samples < counts)[which]
-        numbers[drawn] = self._random.integers(counts[which[drawn]])
+        if drawn.any():
+            # Of fixed seed, so that the work is the same each time; the answer does not
+            # depend on it.  Not before: numpy would import numpy.random.
+            self._random = self._random or np.random.default_rng(0)
+            numbers[drawn] = self._random.integers(counts[which[drawn]])
         drawn &= np.append(which[1:], -1) != which
         numbers[drawn] = counts[which[drawn]] - 1
         begins = np.array([each.low for each in ranges], np.int64)[which]
@@ -202,8 +204,8 @@ class Groups:
         # For each run, the one that ends last among it and those before it.
         last = np.maximum.accumulate(np.where(ends == reach, np.arange(len(ends)), 0))
         (met,) = np.nonzero(begins[1:] < reach[:-1])
-        pairs = which[met + 1] * len(ranges) + which[last[met]]
-        for pair in np.unique(pairs).tolist():
+        pairs = np.sort(which[met + 1] * len(ranges) + which[last[met]])
+        for pair in pairs[np.diff(pairs, prepend=-1) > 0].tolist():
             one, other = divmod(pair, len(ranges))
             self.join(ranges[one].leaf, ranges[other].leaf)
 
