@@ -633,6 +633,31 @@ def test_one_process_writes_to_a_folder_of_copies(tmp_path):
     assert value(Checkpointer(far).restore()) == 1
 
 
+class Line(Shelf):
+    """A store of one connection, as of SFTP: the answers of two threads would be mixed."""
+
+    protocol = "line"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("line://"))
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.thread = threading.get_ident()
+
+    def _watched(self, name, path):
+        assert threading.get_ident() == self.thread
+
+
+def test_each_thread_has_its_own_connection_to_a_store(tmp_path):
+    fsspec.register_implementation("line", Line, clobber=True)
+    save(tmp_path / "near", "line://bucket/run", 1)
+    near = Checkpointer(tmp_path / "other", drain_to="line://bucket/run")
+    assert near.steps() == [1]
+    near.restore()
+
+
 def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
     far = "shelf://bucket/run"
     save(tmp_path / "near", far, 1)

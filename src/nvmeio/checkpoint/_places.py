@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
@@ -228,7 +229,9 @@ class Remote:
     def __init__(self, connect: Callable[[], tuple[Any, str]], root: str) -> None:
         self.root = root
         self._connect = connect
+        # One for all threads, or for each its own.
         self._found: tuple[Any, str] | None = None
+        self._found_here = threading.local()
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
 
@@ -236,10 +239,18 @@ class Remote:
     def _connected(self) -> tuple[Any, str]:
         # Not a cached_property: before Python 3.12 all objects share its lock, which a
         # store that does not answer would hold, and forked children would inherit.
-        if self._found is None:
+        found: tuple[Any, str] | None = self._found
+        found = found or getattr(self._found_here, "found", None)
+        if found is None:
             system, base = self._connect()
-            self._found = system, base.rstrip("/")
-        return self._found
+            found = system, base.rstrip("/")
+            # Only these may be used by several threads: of SFTP, two would wait for ever
+            # for answers that the other one has taken.
+            if getattr(system, "async_impl", False):
+                self._found = found
+            else:
+                self._found_here.found = found
+        return found
 
     @property
     def system(self) -> Any:
