@@ -86,7 +86,7 @@ def prepare(version: str, program: str) -> list[str]:
     folder, log = FOLDER / version, FOLDER / f"{version}.log"
     log.write_text("")
     python = folder / "bin" / "python"
-    if not python.exists() and run([program, "-m", "venv", folder], log):
+    if not python.exists() and run([program, "-m", "venv", "--clear", folder], log):
         raise SystemExit(f"{program} makes no environment:\n{log.read_text()}")
     extras = [*packages_of("test"), *packages_of("cli")]
     needed = [*packages_of(None), *(p for p in extras if re.match(NEEDED, p))]
