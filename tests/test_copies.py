@@ -658,6 +658,27 @@ def test_each_thread_has_its_own_connection_to_a_store(tmp_path):
     near.restore()
 
 
+class Shell(Shelf):
+    """As sshfs: fsspec's own rmdir() does nothing, and rm() removes an empty folder."""
+
+    protocol = "shell"
+    rmdir = fsspec.AbstractFileSystem.rmdir
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("shell://"))
+
+    def rm(self, path):
+        MemoryFileSystem.rmdir(self, path)
+
+
+def test_no_empty_folders_are_left_where_rmdir_does_nothing(tmp_path):
+    fsspec.register_implementation("shell", Shell, clobber=True)
+    save(tmp_path / "near", "shell://bucket/run", 1, 2, keep=1)
+    names = {path.rpartition("/")[2] for path in Shell().ls("/bucket/run", detail=False)}
+    assert names == {"step-2", ".nvmeio-latest"}
+
+
 def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
     far = "shelf://bucket/run"
     save(tmp_path / "near", far, 1)

@@ -361,7 +361,12 @@ class Remote:
             # For some file systems, such as those of pyarrow, it need not be empty.
             self.system.invalidate_cache()
             if not self.system.ls(self.path(name), detail=False):
-                self.system.rmdir(self.path(name))
+                fsspec: Any = importlib.import_module("fsspec")
+                remove, nothing = self.system.rmdir, fsspec.AbstractFileSystem.rmdir
+                if getattr(remove, "__func__", None) is nothing:
+                    # As with the package sshfs, whose rm() removes an empty folder.
+                    remove = self.system.rm
+                remove(self.path(name))
 
 
 class _RemoteWriter:
