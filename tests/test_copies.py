@@ -103,12 +103,13 @@ def write(far, name, data):
 
 
 def contents(far):
-    """Return the files below a folder or URL, by relative path."""
+    """Return the files below a folder or URL, by relative path, without the lock's time."""
     if isinstance(far, str):
         root = Shelf._strip_protocol(far)
         system = Shelf()
         return {os.path.relpath(p, root): system.cat_file(p) for p in system.find(root)}
-    return {str(p.relative_to(far)): p.read_bytes() for p in far.rglob("*") if p.is_file()}
+    files = [p for p in far.rglob("*") if p.is_file() and p.name != ".nvmeio-lock"]
+    return {str(p.relative_to(far)): p.read_bytes() for p in files}
 
 
 def file_of(far, step, name):
@@ -662,6 +663,8 @@ class Shell(Shelf):
     """As sshfs: fsspec's own rmdir() does nothing, and rm() removes an empty folder."""
 
     protocol = "shell"
+    store: dict = {}  # noqa: RUF012
+    pseudo_dirs: list = [""]  # noqa: RUF012
     rmdir = fsspec.AbstractFileSystem.rmdir
 
     @classmethod
