@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -655,7 +656,7 @@ class TestAsync:
 
         monkeypatch.setattr(_saving, "reserve", refuse)
         # Its records are kept by pytest, and have the error.
-        monkeypatch.setattr(_checkpointer._log, "disabled", True)
+        monkeypatch.setattr(logging.getLogger("nvmeio"), "disabled", True)
         state = np.ones(1000)
         seen = weakref.ref(state)
         future = checkpointer.save_async(1, {"x": state}, stage=False)

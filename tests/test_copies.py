@@ -431,8 +431,7 @@ def test_copies_leave_strangers_alone(tmp_path, far, stranger):
         saver.save(10, {})
     with pytest.raises(FileExistsError, match=words):
         saver.drained.result()
-    with pytest.raises(FileExistsError):
-        saver.close()
+    saver.close()  # the error was retrieved
     assert theirs.items() <= contents(far).items()
 
 
@@ -628,8 +627,7 @@ def test_one_process_writes_to_a_folder_of_copies(tmp_path):
     second.save(100, {"w": np.full(5000, 2)})
     with pytest.raises(BlockingIOError, match="another writes checkpoints here: process"):
         second.drained.result()
-    with pytest.raises(BlockingIOError):
-        second.close()
+    second.close()
     first.close()
     assert value(Checkpointer(far).restore()) == 1
 
@@ -1287,8 +1285,7 @@ def test_a_step_that_vanishes_before_its_copy_is_an_error(
     go_on.set()
     with pytest.raises(FileNotFoundError, match=f"step-{step}"):
         saver.drained.result()
-    with pytest.raises(FileNotFoundError):
-        saver.close()
+    saver.close()
 
 
 def test_a_step_that_was_pruned_before_its_copy_is_no_error(tmp_path, held_drain):
@@ -1610,7 +1607,6 @@ def test_a_password_in_a_url_is_not_shown_if_a_copy_fails(
             saver.save(2, "here")
         with pytest.raises(OSError, match="no room"):
             saver.drained.result()
-        saver._copies.failure()
     shown = [str(raised.value), *(str(each.message) for each in caught), caplog.text]
     assert all("me:***@host/run" in each for each in shown)
     assert not any("secret" in each for each in shown)

@@ -518,9 +518,9 @@ def test_a_copy_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, far):
 
     monkeypatch.setattr(kind, "writing", fail)
     saver.save(5, {**state_of(2), "more": 1})
-    assert saver.drained.exception().errno == errno.ENOSPC
     with pytest.raises(OSError, match="no room"):
         saver.close()
+    assert saver.drained.exception().errno == errno.ENOSPC
     monkeypatch.undo()
     # The older copy of the step stays until the new one is complete.
     other = Checkpointer(tmp_path / "other", drain_to=far)
@@ -1096,8 +1096,7 @@ def test_an_unreachable_target_does_not_disturb_saving(tmp_path, monkeypatch):
     assert same(saver.restore(), 1)
     saver.save(2, state_of(2))
     assert isinstance(saver.drained.exception(), ConnectionRefusedError)
-    with pytest.raises(ConnectionRefusedError):
-        saver.close()
+    saver.close()
 
 
 def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):

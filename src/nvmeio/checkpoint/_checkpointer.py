@@ -945,7 +945,7 @@ class Checkpointer:
                 for place in self._places():
                     place.release()
             if self._copies is not None:
-                failed = self._copies.failure()
+                failed = self._copies.failure(retrieved=False)
                 _warn(self._copies.moved(), failed)
                 if failed is not None:
                     raise failed

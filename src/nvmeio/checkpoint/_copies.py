@@ -167,10 +167,15 @@ class Copies:
                 # Its thread has not begun, or could not be started.
                 self._run()
 
-    def failure(self) -> BaseException | None:
-        """Return the error of a failed copy, once; None if there is none."""
+    def failure(self, *, retrieved: bool = True) -> BaseException | None:
+        """Return the error of a failed copy, once; None if there is none.
+
+        Without `retrieved`, only one that nobody has retrieved from its Future.
+        """
         failed, self._failed = self._failed, None
-        return None if failed is None else failed.exception()
+        if failed is None or (failed.retrieved and not retrieved):
+            return None
+        return failed.exception()
 
     def moved(self) -> list[str]:
         """Return what to warn of, once."""
