@@ -30,6 +30,7 @@ import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
+from nvmeio._publish import folders
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import temporary_name
 from nvmeio._streams import reading
@@ -1523,6 +1524,26 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(root / "step-2")
     assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
+
+
+def test_a_step_has_no_open_file_when_its_files_are_removed(root, monkeypatch):
+    """NFS and FUSE would leave the file, by another name, and so the folder."""
+    remove, seen = folders.discard, []
+
+    def discard(folder):
+        links = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/self/fd/{number}"))
+        seen.append([each for each in links if each.startswith(folder)])
+        remove(folder)
+
+    monkeypatch.setattr(folders, "discard", discard)
+    with Checkpointer(root, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+        checkpointer.remove(2)
+    assert seen == [[], []]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import stat
@@ -630,8 +629,8 @@ class Root:
         if not exists_now(folder):
             raise GoneError
         require_ours(folder, doing="removed")
-        with exclusive(os.path.join(folder, MANIFEST)) as free:
-            if not free:
+        with contextlib.ExitStack() as lock:
+            if not lock.enter_context(exclusive(os.path.join(folder, MANIFEST))):
                 words = "the step is being read; try again later"
                 raise BlockingIOError(errno.EAGAIN, words, folder)
 
@@ -639,9 +638,15 @@ class Root:
                 self.lock.require()
                 self.removed.add(step)
                 self._complete.pop(step, None)
-                try:
+
+                def check(left: str) -> None:
                     # Another program may have written there meanwhile.
-                    check = functools.partial(require_ours, folder, doing="removed")
+                    require_ours(folder, left, doing="removed")
+                    # NFS and FUSE leave a file that is open in its folder, by another
+                    # name.  No reader finds the step any more.
+                    lock.close()
+
+                try:
                     set_aside(folder, MANIFEST, check)
                 except FileNotFoundError:
                     if exists_now(folder):
