@@ -479,7 +479,8 @@ cdef class Request:
         Examples
         --------
         >>> import contextlib
-        >>>         >>> with nvmeio.Handle() as handle:
+        >>> from concurrent.futures import CancelledError
+        >>> with nvmeio.Handle() as handle:
         ...     request = handle.submit_write(np.arange(1000), "data.bin")
         ...     if request.cancel():
         ...         with contextlib.suppress(CancelledError):
