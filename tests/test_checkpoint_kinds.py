@@ -1,5 +1,7 @@
 """Errors name the kind of checkpoint that a folder has, if it is another one."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -92,3 +94,12 @@ def test_loaders_name_the_kind_of_another_folder(folder, reader, own, name):
         return
     with pytest.raises(CheckpointException, match=WORDS[name]):
         load()
+
+
+def test_a_step_with_dtypes_of_torch_is_verified_without_torch(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": 1}, metadata={"dtype": torch.float32})
+        monkeypatch.setitem(sys.modules, "torch", None)
+        checkpointer.verify(1)
+        with pytest.raises(ModuleNotFoundError, match="torch is not installed"):
+            checkpointer.metadata(1)

@@ -769,7 +769,9 @@ class Checkpointer:
 
         def read(held: Held) -> None:
             held.verify(told)
-            held.metadata()
+            with contextlib.suppress(ModuleNotFoundError):
+                # Without torch, its dtypes and sizes cannot be made, but all is there.
+                held.metadata()
 
         check_progress(progress)
         step = step_of(step)
