@@ -657,6 +657,40 @@ def test_each_thread_has_its_own_connection_to_a_store(tmp_path):
     near.restore()
 
 
+class Closed(Line):
+    """A store whose server closes the connections that are there."""
+
+    protocol = "closed"
+    cachable = True
+    closed = 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("closed://"))
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.number = Closed.closed
+
+    def _watched(self, name, path):
+        if self.number < Closed.closed:
+            raise OSError("Socket is closed")
+
+
+def test_a_connection_that_was_closed_is_made_anew(tmp_path, monkeypatch):
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    with Checkpointer(tmp_path / "near", drain_to="closed://bucket/run") as saver:
+        for step in (1, 2):
+            saver.save(step, {"w": np.full(5000, step)})
+            saver.drained.result()
+            Closed.closed += 1
+            monkeypatch.setattr(_places, "IDLE_S_MAX", -1)
+    other = Checkpointer(tmp_path / "other", drain_to="closed://bucket/run")
+    assert other.steps() == [1, 2]
+    Closed.closed += 1
+    assert value(other.restore()) == 2
+
+
 class Shell(Shelf):
     """As sshfs: fsspec's own rmdir() does nothing, and rm() removes an empty folder."""
 

@@ -1088,7 +1088,7 @@ def test_an_unreachable_target_does_not_disturb_saving(tmp_path, monkeypatch):
     with Checkpointer(near) as saver:
         saver.save(1, state_of(1))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody is there")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)

@@ -4,10 +4,12 @@ import contextlib
 import errno
 import functools
 import importlib
+import math
 import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
@@ -30,6 +32,9 @@ __all__ += ["local_path", "pieces_of", "place_of"]
 
 
 PIECE_BYTES = 4 << 20
+
+# Servers of SFTP and FTP close connections that are idle for some minutes.
+IDLE_S_MAX = 60
 
 # Protocols of stores whose folders are only parts of names.
 _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
@@ -119,10 +124,12 @@ def place_of(target: Path) -> Place:
             name="fsspec",
         ) from None
     # Raises for unknown protocols now, because the first connection may come much later.
-    fsspec.get_filesystem_class(protocol)
+    kind = fsspec.get_filesystem_class(protocol)
+    # Otherwise fsspec would give the next copy a connection that the server has closed.
+    options = {} if kind.async_impl else {"skip_instance_cache": True}
     # For messages, which may be read by others.
     shown = re.sub(r"(://[^/:@]*):[^/]*@", r"\1:***@", name)
-    return Remote(functools.partial(fsspec.core.url_to_fs, name), shown)
+    return Remote(functools.partial(fsspec.core.url_to_fs, name, **options), shown)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
@@ -231,7 +238,7 @@ class Remote:
         self._connect = connect
         # One for all threads, or for each its own.
         self._found: tuple[Any, str] | None = None
-        self._found_here = threading.local()
+        self._here = threading.local()
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
 
@@ -239,17 +246,18 @@ class Remote:
     def _connected(self) -> tuple[Any, str]:
         # Not a cached_property: before Python 3.12 all objects share its lock, which a
         # store that does not answer would hold, and forked children would inherit.
-        found: tuple[Any, str] | None = self._found
-        found = found or getattr(self._found_here, "found", None)
-        if found is None:
+        if self._found is not None:
+            return self._found
+        here, now = self._here.__dict__, time.monotonic()
+        if now - here.get("used", -math.inf) > IDLE_S_MAX:
             system, base = self._connect()
-            found = system, base.rstrip("/")
+            here["found"] = system, base.rstrip("/")
             # Only these may be used by several threads: of SFTP, two would wait for ever
             # for answers that the other one has taken.
             if getattr(system, "async_impl", False):
-                self._found = found
-            else:
-                self._found_here.found = found
+                self._found = here["found"]
+        here["used"] = now
+        found: tuple[Any, str] = here["found"]
         return found
 
     @property
