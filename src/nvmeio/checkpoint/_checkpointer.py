@@ -331,7 +331,8 @@ class Checkpointer:
         """
         stage = flag("stage", stage)
         with self._alone():
-            plan = self._plan(step, state, metadata)
+            step = step_of(step)
+            # Before the state is looked at, which takes some 50 us a tensor.
             if self._last is not None and not self._last._over.is_set():
                 if self.busy == "skip":
                     return None
@@ -340,6 +341,7 @@ class Checkpointer:
                         f"step {self._last.step} is still being saved, and busy is "
                         '"raise"; wait for its future first'
                     )
+            plan = self._plan(step, state, metadata)
             self._await_last()
             words: list[str] = []
             try:
