@@ -1099,6 +1099,25 @@ def test_an_unreachable_target_does_not_disturb_saving(tmp_path, monkeypatch):
     saver.close()
 
 
+def test_ctrl_c_while_a_thread_starts_does_not_mean_that_none_can(
+    source, tmp_path, monkeypatch
+):
+    """CPython may raise RuntimeError then, of a lock, and the thread runs."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        start(thread)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("release unlocked lock")  # noqa: B904
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drain(source, tmp_path / "target")
+
+
 def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):
     future = drain(source, tmp_path / "target", bandwidth=1.0)
     assert future.cancel()

@@ -73,9 +73,13 @@ def start_thread(run: Callable[[], object], name: str) -> None:
     thread = threading.Thread(target=run, name=name, daemon=False)
     try:
         thread.start()
-    except BaseException:
+    except BaseException as error:
         # After Ctrl-C, Python may list for ever a thread that never begins.
         thread.name = f"{name}-interrupted"
+        if isinstance(error.__context__, KeyboardInterrupt):
+            # It came to a lock within start(), whose RuntimeError does not mean that the
+            # thread has not begun.
+            raise KeyboardInterrupt from error
         raise
 
 
