@@ -156,6 +156,27 @@ def test_verify_goes_on_after_a_folder_without_checkpoints(root, name, words):
     assert found.out.splitlines()[-1].endswith(" checkpoints, 1 bad")
 
 
+def test_verify_passes_over_a_step_that_a_run_prunes_meanwhile(root, monkeypatch):
+    verify = Checkpointer.verify
+
+    def verify_and_prune(self, step, **options):
+        verify(self, step, **options)
+        if step == 2:
+            with Checkpointer(root, keep=None) as run:
+                run.remove(10)
+
+    monkeypatch.setattr(Checkpointer, "verify", verify_and_prune)
+    found = call_nvmeio("verify", root)
+    assert found.status == 0, found.err
+    lines = found.out.splitlines()
+    assert lines[1:] == [
+        f"{root}/step-10: removed meanwhile",
+        f"{root}/step-100: OK",
+        "2 checkpoints, 0 bad",
+    ]
+    assert call_nvmeio("verify", root / "step-10").status == 1
+
+
 def test_verify_shows_progress_in_a_terminal(root):
     found = nvmeio_in_terminal("verify", root / "step-2", until="step-2: .*%", typed=b"")
     assert (found.status, found.out.splitlines()[-1]) == (0, "1 checkpoint, 0 bad")

@@ -8,6 +8,7 @@ from nvmeio._cli.arguments import CommandError, Parser, sentence
 from nvmeio._cli.folders import step_of
 from nvmeio._cli.terminal import Terminal, harmless
 from nvmeio._files.kinds import METADATA, what_is_in
+from nvmeio._files.paths import exists
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 
 NOTES = """\
@@ -43,6 +44,12 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
             try:
                 checkpointer.verify(step, progress=_progress(name, terminal))
             except (CheckpointError, OSError, MemoryError) as error:
+                listed = step_of(folder) is None
+                if listed and isinstance(error, FileNotFoundError) and not exists(name):
+                    # By a run that goes on, since its steps were listed.
+                    verified -= 1
+                    terminal.say(f"{harmless(name)}: removed meanwhile")
+                    continue
                 bad += 1
                 terminal.note(f"nvmeio verify: error: {harmless(sentence(error))}")
             else:
