@@ -67,6 +67,8 @@ RELEASES = {
 # Arguments: the system, a work folder, and a command, which runs as a user in its home.
 INSIDE = f"""
 root=$2/root
+# The copies of loop mounts, such as of tests that run meanwhile, would keep these in use.
+grep '^/dev/loop' /proc/mounts | while read -r _ place _; do umount -l "$place"; done || :
 mount -t overlay overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys"
