@@ -215,6 +215,7 @@ assert all((part == 2 * i + 1).all() for i, part in enumerate(parts))
 """
 
 
+@pytest.mark.packaging
 def test_only_dead_parts_lose_their_bytes_if_pages_are_large(tmp_path):
     source, preloaded = tmp_path / "pages.c", tmp_path / "pages.so"
     source.write_text(LARGE_PAGES)

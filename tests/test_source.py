@@ -33,15 +33,8 @@ FOLDERS = {
     "_publish": {"_arguments", "_events", "_files", "_native"},
     "_arrays": {"_arguments", "_files", "_memory", "_native"},
     "deepspeed": {
-        *(
-            "_libnvmeio",
-            "_arguments",
-            "_config",
-            "_events",
-            "_files",
-            "_native",
-            "_publish",
-        ),
+        *("_arguments", "_config", "_events", "_files", "_libnvmeio", "_native"),
+        "_publish",
     },
     "": {
         *("_arguments", "_arrays", "_config", "_events", "_files", "_memory", "_native"),
