@@ -21,10 +21,10 @@ from nvmeio._native.handle cimport Handle, new_handle
 from nvmeio._native.request cimport Request, wait_or_cancel
 from posix.fcntl cimport O_RDONLY
 
-from nvmeio._events.log import log
 from nvmeio._arguments.checks import flag, integer, word
 from nvmeio._config.constants import checked
 from nvmeio._config.options import handle_options
+from nvmeio._events.log import log
 from nvmeio._files.descriptors import cut
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import open_for_writing

@@ -32,6 +32,7 @@ NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
 WORDS = dict.fromkeys(("1", "true", "yes", "on", "status"), "status") | {"raise": "raise"}
 
 Method = Callable[..., Any]
+
 _lock = threading.RLock()
 # The current installation, the builder that it changed (a DeepSpeed that is imported again
 # has a new one), and how to undo it.

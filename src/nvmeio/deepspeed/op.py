@@ -11,6 +11,7 @@ from nvmeio._events.log import log
 from nvmeio.deepspeed import _op
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
+
 _thread = threading.local()
 
 P = ParamSpec("P")
