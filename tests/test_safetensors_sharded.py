@@ -546,6 +546,24 @@ class TestReplacing:
         assert load_sharded(tmp_path / "new" / "folder") == {}
 
 
+@pytest.mark.parametrize("sizes", [("8KB", "5GB"), ("5GB", "8KB")])
+def test_files_of_the_old_model_do_not_come_back_after_a_power_failure(
+    tmp_path, monkeypatch, sizes
+):
+    tensors = {name: np.arange(1000) for name in ("first", "second")}
+    save_sharded(tensors, tmp_path, sizes[0])
+    calls, fsync, unlink = [], os.fsync, os.unlink
+    monkeypatch.setattr(os, "unlink", lambda path: calls.append("unlink") or unlink(path))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd),
+    )
+    save_sharded(tensors, tmp_path, sizes[1])
+    assert "unlink" in calls
+    assert calls[-1] == str(tmp_path)
+
+
 class TestIndex:
     """Valid and invalid indices."""
 

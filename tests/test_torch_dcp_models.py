@@ -191,6 +191,26 @@ def test_a_copy_by_hard_links_keeps_the_old_model(tmp_path):
         assert load_sharded(tmp_path / folder).keys() == state_of(seed).keys()
 
 
+def test_files_of_the_old_save_do_not_come_back_after_a_power_failure(tmp_path, monkeypatch):
+    state = {"a": torch.ones(5), "b": torch.ones(5)}
+    save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 2})
+    calls, fsync, unlink = [], os.fsync, os.unlink
+
+    def watched_fsync(descriptor):
+        calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def watched_unlink(path):
+        calls.append(os.path.basename(path))
+        unlink(path)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "unlink", watched_unlink)
+    save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 1})
+    removed = calls.index("model-00002-of-00002.safetensors")
+    assert str(tmp_path) in calls[removed:]
+
+
 @pytest.mark.parametrize("place", ["save", "replace_file", "sync_folder"])
 def test_a_failed_save_leaves_the_old_checkpoint_or_none(tmp_path, monkeypatch, place):
     save(tmp_path, state_of(1))

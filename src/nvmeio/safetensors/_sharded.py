@@ -14,7 +14,7 @@ import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of, shown
 from nvmeio._arguments.units import size_of
-from nvmeio._files.folders import make_folders
+from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import refuse_url, synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
@@ -295,7 +295,7 @@ def save_sharded(
             path = os.path.join(folder, INDEX_NAME)
             replace_file(contents.encode(), path, sync=sync, read_only=True)
             names.append(INDEX_NAME)
-        _remove_others(folder, set(names))
+        _remove_others(folder, set(names), sync=sync)
     return names
 
 
@@ -331,11 +331,12 @@ def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     return shards
 
 
-def _remove_others(folder: str, names: set[str]) -> None:
+def _remove_others(folder: str, names: set[str], *, sync: bool) -> None:
     """Remove the files of a model that was saved here before.
 
     If this model has no index, remove the old one first, durably: as long as an index
-    exists, loading needs the files that it names.
+    exists, loading needs the files that it names.  With `sync`, none comes back after a
+    power failure: beside a new model, it would be in the way of loading.
     """
     pattern = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
     with contextlib.suppress(FileNotFoundError):
@@ -343,6 +344,8 @@ def _remove_others(folder: str, names: set[str]) -> None:
             index = os.path.join(folder, INDEX_NAME)
             with synced_folder(index):
                 os.unlink(index)
-    for name in os.listdir(folder):
-        if pattern.fullmatch(name) and name not in names:
-            os.unlink(os.path.join(folder, name))
+    others = [n for n in os.listdir(folder) if pattern.fullmatch(n) and n not in names]
+    for name in others:
+        os.unlink(os.path.join(folder, name))
+    if others and sync:
+        sync_folder(folder)

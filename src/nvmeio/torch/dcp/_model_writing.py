@@ -260,6 +260,9 @@ thread_count_consolidation
         left = {n for n in os.listdir(folder) if _is_of_writer(n, prefix)} - names
         old = [name for name in left if _is_of_a_save(os.path.join(folder, name))]
         remove_unneeded(folder, old)
+        if old and self.sync_files:
+            # None may come back after a power failure, beside those of this save.
+            sync_folder(folder)
         _remove_parts(folder, prefix)
 
     def _write_index(
