@@ -34,7 +34,7 @@ from nvmeio.checkpoint import (
 )
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
-from nvmeio.checkpoint._places import Remote
+from nvmeio.checkpoint._places import Connection, Remote
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan
 
@@ -551,12 +551,12 @@ def test_a_store_that_does_not_answer_holds_up_no_other():
         answers.wait()
         return Shelf(), "/slow"
 
-    slow = Remote(connect, "shelf://slow")
-    waiting = threading.Thread(target=lambda: slow.base)
+    slow = Remote(Connection(connect), "shelf://slow")
+    waiting = threading.Thread(target=lambda: slow.path(""))
     waiting.start()
     asked.wait()
-    other = Remote(lambda: (Shelf(), "/quick"), "shelf://quick")
-    thread = threading.Thread(target=lambda: other.base)
+    other = Remote(Connection(lambda: (Shelf(), "/quick")), "shelf://quick")
+    thread = threading.Thread(target=lambda: other.path(""))
     thread.start()
     thread.join(30)
     held_up = thread.is_alive()
@@ -657,7 +657,7 @@ def test_each_thread_has_its_own_connection_to_a_store(tmp_path):
     near.restore()
 
 
-class Closed(Line):
+class Closed(Shelf):
     """A store whose server closes the connections that are there."""
 
     protocol = "closed"
@@ -677,18 +677,33 @@ class Closed(Line):
             raise OSError("Socket is closed")
 
 
-def test_a_connection_that_was_closed_is_made_anew(tmp_path, monkeypatch):
+# Those of async file systems, such as the package sshfs, are shared by all threads.
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_connection_that_was_closed_is_made_anew(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(Closed, "store", {})
+    monkeypatch.setattr(Closed, "async_impl", shared)
     fsspec.register_implementation("closed", Closed, clobber=True)
-    with Checkpointer(tmp_path / "near", drain_to="closed://bucket/run") as saver:
-        for step in (1, 2):
-            saver.save(step, {"w": np.full(5000, step)})
+    with Checkpointer(tmp_path / "near", keep=9, drain_to="closed://bucket/run") as saver:
+        saver.save(1, {"w": np.full(5000, 1)})
+        saver.drained.result()
+        # As by a restart of the server.
+        Closed.closed += 1
+        saver.save(2, {"w": np.full(5000, 2)})
+        # What each thread has connected for itself is new anyway.
+        said = pytest.raises(OSError, match="Socket is closed")
+        with said if shared else contextlib.nullcontext():
             saver.drained.result()
-            Closed.closed += 1
-            monkeypatch.setattr(_places, "IDLE_S_MAX", -1)
+        saver.save(3, {"w": np.full(5000, 3)})
+        saver.drained.result()
+        # As after a while without work.
+        Closed.closed += 1
+        monkeypatch.setattr(_places, "IDLE_S_MAX", -1)
+        saver.save(4, {"w": np.full(5000, 4)})
+        saver.drained.result()
     other = Checkpointer(tmp_path / "other", drain_to="closed://bucket/run")
-    assert other.steps() == [1, 2]
+    assert other.steps() == ([1, 3, 4] if shared else [1, 2, 3, 4])
     Closed.closed += 1
-    assert value(other.restore()) == 2
+    assert value(other.restore()) == 4
 
 
 class Shell(Shelf):

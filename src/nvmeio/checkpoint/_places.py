@@ -27,7 +27,7 @@ from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
-__all__ = ["Bytes", "Folder", "Place", "Remote", "Writer"]
+__all__ = ["Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
 __all__ += ["local_path", "pieces_of", "place_of"]
 
 
@@ -36,7 +36,8 @@ PIECE_BYTES = 4 << 20
 # Servers of SFTP and FTP close connections that are idle for some minutes.
 IDLE_S_MAX = 60
 
-# Protocols of stores whose folders are only parts of names.
+# Protocols of stores whose folders are only parts of names.  All are safe to share between
+# threads, and have a connection for each request.
 _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
 
@@ -124,12 +125,13 @@ def place_of(target: Path) -> Place:
             name="fsspec",
         ) from None
     # Raises for unknown protocols now, because the first connection may come much later.
-    kind = fsspec.get_filesystem_class(protocol)
+    fsspec.get_filesystem_class(protocol)
     # Otherwise fsspec would give the next copy a connection that the server has closed.
-    options = {} if kind.async_impl else {"skip_instance_cache": True}
+    options = {} if protocol in _WITHOUT_FOLDERS else {"skip_instance_cache": True}
     # For messages, which may be read by others.
     shown = re.sub(r"(://[^/:@]*):[^/]*@", r"\1:***@", name)
-    return Remote(functools.partial(fsspec.core.url_to_fs, name, **options), shown)
+    connect = functools.partial(fsspec.core.url_to_fs, name, **options)
+    return Remote(Connection(connect), shown)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
@@ -228,76 +230,91 @@ def _read_anew(file: File) -> Iterator[Bytes]:
     return pieces_of(file, file.size)
 
 
+class Connection:
+    """The file system of fsspec behind a URL, as each thread uses it."""
+
+    def __init__(self, connect: Callable[[], tuple[Any, str]]) -> None:
+        self._connect = connect
+        # One for all threads, or for each its own, and when it was used.
+        self._shared: dict[str, Any] = {}
+        self._here = threading.local()
+
+    def _found(self) -> tuple[Any, str]:
+        # Not a cached_property: before Python 3.12 all objects share its lock, which a
+        # store that does not answer would hold, and forked children would inherit.
+        here, now = self._shared or self._here.__dict__, time.monotonic()
+        if now - here.get("used", -math.inf) > IDLE_S_MAX:
+            system, base = self._connect()
+            # Only these may be used by several threads: of SFTP, two would wait for ever
+            # for answers that the other one has taken.
+            if getattr(system, "async_impl", False):
+                here = self._shared = {}
+            here["found"] = system, base.rstrip("/")
+        here["used"] = now
+        found: tuple[Any, str] = here["found"]
+        return found
+
+    @contextlib.contextmanager
+    def system(self) -> Iterator[Any]:
+        """Yield the file system; after an error in the block, the next one is new."""
+        try:
+            yield self._found()[0]
+        except FileNotFoundError:
+            raise
+        except Exception:
+            # The server may have been restarted.
+            self._shared = {}
+            self._here.__dict__.clear()
+            raise
+
+    @property
+    def base(self) -> str:
+        """The URL's path."""
+        return self._found()[1]
+
+
 class Remote:
     """A folder of a file system of fsspec, without locks and renames."""
 
     names_at_once = True
 
-    def __init__(self, connect: Callable[[], tuple[Any, str]], root: str) -> None:
+    def __init__(self, connection: Connection, root: str, folder: str = "") -> None:
         self.root = root
-        self._connect = connect
-        # One for all threads, or for each its own.
-        self._found: tuple[Any, str] | None = None
-        self._here = threading.local()
+        self._connection, self._folder = connection, folder
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
 
-    @property
-    def _connected(self) -> tuple[Any, str]:
-        # Not a cached_property: before Python 3.12 all objects share its lock, which a
-        # store that does not answer would hold, and forked children would inherit.
-        if self._found is not None:
-            return self._found
-        here, now = self._here.__dict__, time.monotonic()
-        if now - here.get("used", -math.inf) > IDLE_S_MAX:
-            system, base = self._connect()
-            here["found"] = system, base.rstrip("/")
-            # Only these may be used by several threads: of SFTP, two would wait for ever
-            # for answers that the other one has taken.
-            if getattr(system, "async_impl", False):
-                self._found = here["found"]
-        here["used"] = now
-        found: tuple[Any, str] = here["found"]
-        return found
-
-    @property
-    def system(self) -> Any:
-        return self._connected[0]
-
-    @property
-    def base(self) -> str:
-        return self._connected[1]
-
     def path(self, name: str) -> str:
-        return f"{self.base}/{name}" if name else self.base
+        return "/".join((self._connection.base, *filter(None, (self._folder, name))))
 
     def below(self, name: str) -> "Remote":
         """Return a folder below this one."""
-        where = f"{self.root.rstrip('/')}/{name}"
-        return Remote(lambda: (self.system, self.path(name)), where)
+        folder = f"{self._folder}/{name}".lstrip("/")
+        return Remote(self._connection, f"{self.root.rstrip('/')}/{name}", folder)
 
     def free_bytes(self) -> None:
         return None
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_RemoteWriter"]:
-        before = self.size(name)
-        writer = _RemoteWriter(self, name)
-        try:
-            yield writer
-        finally:
-            writer.close()
-            if writer.committed:
-                self._unsure.discard(name)
-            elif writer.finished:
-                self._unsure.add(name)
-            else:
-                with contextlib.suppress(Exception):
-                    # SFTP and others keep a part of an unfinished file, and another drain
-                    # may have written the whole meanwhile.
-                    now = self.size(name)
-                    if now is not None and now != before and now <= writer.given:
-                        self.remove(name)
+        with self._connection.system() as system:
+            before = self.size(name)
+            writer = _RemoteWriter(self, name, system.open(self.path(name), "wb"))
+            try:
+                yield writer
+            finally:
+                writer.close()
+                if writer.committed:
+                    self._unsure.discard(name)
+                elif writer.finished:
+                    self._unsure.add(name)
+                else:
+                    with contextlib.suppress(Exception):
+                        # SFTP and others keep a part of an unfinished file, and another
+                        # drain may have written the whole meanwhile.
+                        now = self.size(name)
+                        if now is not None and now != before and now <= writer.given:
+                            self.remove(name)
 
     def abandon(self, name: str) -> None:
         # A finished object has its name even if the bytes read back are wrong.  It is not
@@ -309,25 +326,28 @@ class Remote:
                 self.remove(name)
 
     def read(self, name: str) -> Iterator[Bytes]:
-        with self.system.open(self.path(name), "rb") as stream:
+        with self._connection.system() as system, system.open(self.path(name)) as stream:
             while piece := stream.read(PIECE_BYTES):
                 yield np.frombuffer(piece, np.uint8)
 
     def beginning(self, name: str, nbytes: int) -> bytes:
         """Return how a file begins, in one request: others may replace it meanwhile."""
-        return bytes(self.system.cat_file(self.path(name), start=0, end=nbytes))
+        with self._connection.system() as system:
+            return bytes(system.cat_file(self.path(name), start=0, end=nbytes))
 
     def size(self, name: str) -> int | None:
-        self.system.invalidate_cache()
         try:
-            found = self.system.info(self.path(name)).get("size")
+            with self._connection.system() as system:
+                system.invalidate_cache()
+                found = system.info(self.path(name)).get("size")
         except FileNotFoundError:
             return None
         return None if found is None else int(found)
 
     def make(self, folder: str) -> None:
         if self.root.partition("://")[0] not in _WITHOUT_FOLDERS:
-            self.system.makedirs(self.path(folder), exist_ok=True)
+            with self._connection.system() as system:
+                system.makedirs(self.path(folder), exist_ok=True)
 
     def settle(self, folder: str) -> None:
         """Do nothing: remote storage makes names durable itself."""
@@ -340,10 +360,11 @@ class Remote:
 
         Not by find() or walk(), which take an error for an empty folder.
         """
-        self.system.invalidate_cache()
         path = self.path(folder)
         try:
-            found = self.system.ls(path, detail=True)
+            with self._connection.system() as system:
+                system.invalidate_cache()
+                found = system.ls(path, detail=True)
         except FileNotFoundError:
             return {}
         return {
@@ -360,27 +381,27 @@ class Remote:
 
     def remove(self, name: str) -> None:
         # Not by rm(), which would treat brackets in a name as a pattern.
-        with contextlib.suppress(FileNotFoundError):
-            self.system.rm_file(self.path(name))
+        with contextlib.suppress(FileNotFoundError), self._connection.system() as system:
+            system.rm_file(self.path(name))
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder, where there are folders."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), self._connection.system() as system:
             # For some file systems, such as those of pyarrow, it need not be empty.
-            self.system.invalidate_cache()
-            if not self.system.ls(self.path(name), detail=False):
+            system.invalidate_cache()
+            if not system.ls(self.path(name), detail=False):
                 fsspec: Any = importlib.import_module("fsspec")
-                remove, nothing = self.system.rmdir, fsspec.AbstractFileSystem.rmdir
+                remove, nothing = system.rmdir, fsspec.AbstractFileSystem.rmdir
                 if getattr(remove, "__func__", None) is nothing:
                     # As with the package sshfs, whose rm() removes an empty folder.
-                    remove = self.system.rm
+                    remove = system.rm
                 remove(self.path(name))
 
 
 class _RemoteWriter:
-    def __init__(self, place: Remote, name: str) -> None:
+    def __init__(self, place: Remote, name: str, stream: Any) -> None:
         self.place, self.name, self.target = place, name, place.path(name)
-        self.stream = place.system.open(self.target, "wb")
+        self.stream = stream
         self.committed = self.finished = False
         self.given = 0
 
