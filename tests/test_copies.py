@@ -744,6 +744,31 @@ def test_a_failed_copy_to_a_store_leaves_nothing(tmp_path, shelf):
     assert contents(far) == before
 
 
+@pytest.mark.parametrize("when", ["copy", "prune"])
+@pytest.mark.filterwarnings("ignore:a step was saved but not copied")
+def test_what_a_store_does_not_remove_is_removed_later(tmp_path, shelf, when):
+    far, failed = "shelf://bucket/run", []
+
+    def fail(name, path):
+        if when == "copy":
+            # The store is not there from here on, until the next copy.
+            if failed or ("/step-2/" in path and path.endswith("manifest.json")):
+                failed.append(path)
+                raise PermissionError(13, "no key", path)
+        elif name == "rm_file" and path.endswith("tensors.safetensors") and not failed:
+            failed.append(path)
+            raise OSError("slow down")
+
+    with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
+        for step in (1, 2, 3, 4):
+            shelf.watch = fail if step < 3 else None
+            saver.save(step, {"w": np.zeros(8)})
+            with contextlib.suppress(PermissionError):
+                saver.drained.result()
+    assert failed
+    assert {name.partition("/")[0] for name in contents(far)} == {"step-4", ".nvmeio-latest"}
+
+
 @pytest.mark.parametrize("how", ["finish", "read"])
 def test_a_copy_that_is_tried_again_removes_nothing_of_itself(
     tmp_path, shelf, monkeypatch, how

@@ -106,6 +106,8 @@ class Store:
         self._expected: set[int] | None = None
         # Those that another writer has added meanwhile.
         self._foreign: set[int] = set()
+        # The folders of attempts that this has not removed for an error of the store.
+        self._left: set[str] = set()
 
     moved = None
 
@@ -390,7 +392,8 @@ class Store:
         try:
             nbytes = copy(self._files.below(folder))
         except BaseException:
-            # The error of the copy matters; what cannot be removed stays unfinished.
+            # The error of the copy matters; what cannot be removed now is removed later.
+            self._left.add(folder)
             with contextlib.suppress(Exception):
                 for each in self._attempts(step):
                     if each.folder == folder:
@@ -420,8 +423,21 @@ class Store:
                 except Exception as error:
                     # fsspec may raise any type.
                     log.warning("a copy that was replaced was not removed: %s", error)
+        self._remove_left()
         self._require_alone()
         return nbytes
+
+    def _remove_left(self) -> None:
+        """Try again to remove what this could not remove."""
+        for folder in list(self._left):
+            try:
+                sizes = self._files.sizes(folder)
+                ours = {n: sizes[n] or 0 for n in FILES if n in sizes}
+                self._remove(_Attempt(1, folder, ours))
+                self._files.remove_folder(folder.partition("/")[0])
+            except Exception as error:
+                # fsspec may raise any type.
+                log.warning("what a copy has left was not removed: %s", error)
 
     def is_anothers(self, step: int) -> bool:
         """Return whether another writer has added a step, which does not count."""
@@ -458,5 +474,9 @@ class Store:
         for name in FILES:
             if name in attempt.sizes:
                 self._files.remove(f"{attempt.folder}/{name}")
+            if attempt.number:
+                # It does not count any more, and nobody else has a folder of its name.
+                self._left.add(attempt.folder)
         self._files.remove_folder(attempt.folder)
+        self._left.discard(attempt.folder)
         self._known.discard(attempt.folder)
