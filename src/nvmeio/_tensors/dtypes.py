@@ -81,14 +81,14 @@ FORMAT_NAMES = {
 FRAMEWORK_NAMES = {dtype: name for name, dtype in FORMAT_NAMES.items()}
 
 
-def torch_module() -> Any:
-    """Import torch, when it is first needed."""
+def torch_module(otherwise: str = "") -> Any:
+    """Import torch, when it is first needed; `otherwise` is for the error's message."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        words = 'torch is not installed; install it, or pass framework="np" for arrays'
+        words = f"torch is not installed; install it{otherwise}"
         raise ModuleNotFoundError(words, name="torch") from None
 
 

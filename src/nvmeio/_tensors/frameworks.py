@@ -83,7 +83,7 @@ class Torch:
     by_torch = True
 
     def __init__(self, device: Any = "cpu") -> None:
-        self.torch = torch_module()
+        self.torch = torch_module(', or pass framework="np" for arrays')
         self.device = _device(self.torch, device)
         self.on_host = self.device.type == "cpu"
 
