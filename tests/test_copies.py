@@ -1083,16 +1083,20 @@ def test_a_save_costs_the_same_however_many_steps_are_kept(tmp_path, monkeypatch
     assert few[1] == 1
 
 
-def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("then", ["restore", "save"])
+def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path, then):
     child = Child("restore_far_and_die", root=str(tmp_path))
     child.process.wait()
     assert child.process.returncode == -signal.SIGKILL
     child.finish()
     new = tmp_path / "new"
     assert [*new.glob(".fetched-step-1.*")]
-    save(tmp_path / "other", "shelf://bucket/run", 1)
-    assert value(Checkpointer(new, drain_to="shelf://bucket/run").restore()) == 1
-    assert not [*new.iterdir()]
+    if then == "save":
+        Checkpointer(new).save(1, 1)
+    else:
+        save(tmp_path / "other", "shelf://bucket/run", 1)
+        assert value(Checkpointer(new, drain_to="shelf://bucket/run").restore()) == 1
+    assert not [*new.glob(".fetched-*")]
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -23,7 +23,7 @@ from nvmeio._files.paths import (
 )
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
-from nvmeio._publish.names import ASIDE, final_name
+from nvmeio._publish.names import ASIDE, final_name, is_dead, remove_left
 from nvmeio.checkpoint._errors import (
     CheckpointError,
     GoneError,
@@ -601,6 +601,8 @@ class Root:
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())
+        # What a process of this host has left that was killed while it fetched a step.
+        remove_left(self.where, is_dead)
 
     def release(self) -> None:
         """Release the lock."""
