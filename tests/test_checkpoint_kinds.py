@@ -101,5 +101,5 @@ def test_a_step_with_dtypes_of_torch_is_verified_without_torch(tmp_path, monkeyp
         checkpointer.save(1, {"w": 1}, metadata={"dtype": torch.float32})
         monkeypatch.setitem(sys.modules, "torch", None)
         checkpointer.verify(1)
-        with pytest.raises(ModuleNotFoundError, match="torch is not installed; install it$"):
+        with pytest.raises(ModuleNotFoundError, match=r"install it$"):
             checkpointer.metadata(1)

@@ -403,6 +403,7 @@ LAYOUTS = {
     "bfloat16": IMAGES[0].to(torch.bfloat16).permute(1, 2, 0),
     "parameter": torch.nn.Parameter(IMAGES.to(memory_format=torch.channels_last)),
     "array in F order": np.asfortranarray(IMAGES.numpy()),
+    "array in blocks of columns": np.arange(450).reshape(150, 3).T,
     "array of dates": np.arange(12).astype("M8[s]").reshape(3, 4).T,
     "array backwards": np.arange(12.0).reshape(3, 4).T[::-1, ::-1],
 }

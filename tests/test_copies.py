@@ -766,7 +766,8 @@ def test_what_a_store_does_not_remove_is_removed_later(tmp_path, shelf, when):
             with contextlib.suppress(PermissionError):
                 saver.drained.result()
     assert failed
-    assert {name.partition("/")[0] for name in contents(far)} == {"step-4", ".nvmeio-latest"}
+    names = {name.partition("/")[0] for name in contents(far)}
+    assert names == {"step-4", ".nvmeio-latest"}
 
 
 @pytest.mark.parametrize("how", ["finish", "read"])

@@ -244,12 +244,14 @@ class TestDifferences:
         assert outcome(THEIRS["pt"].save, tensors)[0] == "KeyError"
 
     @pytest.mark.parametrize(
-        "strides", ["transposed", "reversed", "every other", "big endian"]
+        "strides",
+        ["transposed", "blocks of columns", "reversed", "every other", "big endian"],
     )
     def test_numpy_not_in_c_order(self, strides):
         base = filled("float32", (6, 8)).numpy()
         array = {
             "transposed": base.T,
+            "blocks of columns": filled("float32", (150, 3, 5)).numpy().transpose(2, 1, 0),
             "reversed": base[::-1, ::-1],
             "every other": base[::2, 1::3],
             "big endian": base.astype(">f4"),

@@ -191,7 +191,7 @@ def test_a_copy_by_hard_links_keeps_the_old_model(tmp_path):
         assert load_sharded(tmp_path / folder).keys() == state_of(seed).keys()
 
 
-def test_files_of_the_old_save_do_not_come_back_after_a_power_failure(tmp_path, monkeypatch):
+def test_old_files_do_not_come_back_after_a_power_failure(tmp_path, monkeypatch):
     state = {"a": torch.ones(5), "b": torch.ones(5)}
     save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 2})
     calls, fsync, unlink = [], os.fsync, os.unlink

@@ -4,7 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["check_sizes", "dense_strides", "may_overlap", "parts_of", "without_fields"]
+import numpy as np
+
+__all__ = ["check_sizes", "copy_to", "dense_strides", "may_overlap", "parts_of"]
+__all__ += ["without_fields"]
+
+# How many columns of a transposed array are copied at a time.  Its rows are often a power
+# of two apart, so that few of them fit into the CPU's cache.
+_COLUMNS = 64
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -73,3 +80,14 @@ def without_fields(array: Any) -> Any:
     if array.dtype.names is None or not array.dtype.itemsize:
         return array
     return array.view(f"V{array.dtype.itemsize}")
+
+
+def copy_to(target: Any, source: Any) -> None:
+    """Copy an array to one of its shape in C order; numpy alone copies columns slowly."""
+    strides = [abs(stride) for stride in source.strides if stride]
+    if not strides or abs(source.strides[-1]) == min(strides):
+        np.copyto(target, source)
+        return
+    for begin in range(0, source.shape[-1], _COLUMNS):
+        some = np.s_[..., begin : begin + _COLUMNS]
+        np.copyto(target[some], source[some])

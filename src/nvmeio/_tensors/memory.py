@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
-from nvmeio._memory.strides import parts_of, without_fields
+from nvmeio._memory.strides import copy_to, parts_of, without_fields
 from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import Place, is_in_c_order, itemsize_of, place_of, start_of
 
@@ -27,7 +27,11 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     if isinstance(value, Deferred):
         value = value.load()
     if isinstance(value, np.ndarray):
-        flat = np.ascontiguousarray(without_fields(value)).reshape(-1)
+        value = without_fields(value)
+        if not value.flags.c_contiguous:
+            source, value = value, np.empty(value.shape, value.dtype)
+            copy_to(value, source)
+        flat = value.reshape(-1)
         return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
     value = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if value.numel() == 0:

@@ -14,7 +14,7 @@ from nvmeio._files.descriptors import closing
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.paths import naming
 from nvmeio._memory.deferred import Deferred
-from nvmeio._memory.strides import without_fields
+from nvmeio._memory.strides import copy_to, without_fields
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.pool import require_available
@@ -166,7 +166,7 @@ def _copy(value: Any, target: Bytes, tensor: Tensor) -> None:
         memcpy(target, value.reshape(-1).view(np.uint8))
     else:
         value = without_fields(value)
-        np.copyto(target.view(value.dtype).reshape(value.shape), value)
+        copy_to(target.view(value.dtype).reshape(value.shape), value)
 
 
 class Staging:
