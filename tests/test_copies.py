@@ -543,6 +543,22 @@ def test_an_error_of_a_store_is_not_damage_of_its_copy(tmp_path, call, here, err
         assert value(reader.restore()) == 2
 
 
+def test_a_file_of_a_store_that_ends_early_is_not_damage(tmp_path, monkeypatch):
+    save(tmp_path / "near", "shelf://bucket/run", 1, 2)
+    read = Remote.read
+
+    def end_early(place, name):
+        pieces = read(place, name)
+        return iter(()) if name.endswith("tensors.safetensors") else pieces
+
+    monkeypatch.setattr(Remote, "read", end_early)
+    far = Checkpointer(tmp_path / "far", drain_to="shelf://bucket/run")
+    with pytest.raises(OSError, match=r"only 0 of .* bytes were sent"):
+        far.restore()
+    monkeypatch.undo()
+    assert value(far.restore()) == 2
+
+
 def test_a_store_that_does_not_answer_holds_up_no_other():
     answers, asked = threading.Event(), threading.Event()
 
@@ -1124,6 +1140,25 @@ def test_a_copy_that_goes_while_it_is_read_is_no_error(
     new = Checkpointer(tmp_path / "new", drain_to=far)
     assert value(new.restore()) == (20 if replaced else 10)
     assert done
+
+
+def test_a_removed_step_does_not_come_back_after_a_power_failure(tmp_path, monkeypatch):
+    """Else the next restore would read it, although the run went on from an older one."""
+    root, far = tmp_path / "run", tmp_path / "far"
+    with Checkpointer(root, drain_to=far) as checkpointer:
+        for step in (80, 100):
+            checkpointer.save(step, {"epoch": step})
+            checkpointer.drained.result()
+        synced, fsync = {}, os.fsync
+
+        def record(descriptor):
+            fsync(descriptor)
+            folder = os.readlink(f"/proc/self/fd/{descriptor}")
+            synced[folder] = sorted(n for n in os.listdir(folder) if n.startswith("step-"))
+
+        monkeypatch.setattr(os, "fsync", record)
+        checkpointer.remove(100)
+    assert synced == {str(root): ["step-80"], str(far): ["step-80"]}
 
 
 @pytest.mark.parametrize("read", ["run", "far"])

@@ -50,7 +50,7 @@ def cancel(function, folder, control, engine, loop):
     async def main():
         request = handle.submit_read(guarded.array, file)
         task = asyncio.create_task(function(handle, request))
-        # It begins now.  Since Python 3.14, to_thread() may return without a turn of the loop.
+        # It begins now: since Python 3.14, to_thread() may give the loop no turn.
         await asyncio.sleep(0)
         await asyncio.to_thread(faults.await_waiting)
         for _ in range(2):

@@ -787,7 +787,7 @@ class Checkpointer:
         self._steps.root.forget_damage(step)
 
     def remove(self, step: int) -> None:
-        """Remove a step, complete or not, and its copy in `drain_to`.
+        """Remove a step, complete or not, and its copy in `drain_to`, durably.
 
         Parameters
         ----------
@@ -852,6 +852,8 @@ class Checkpointer:
                     removed = True
             if not removed:
                 raise self._steps.missing(step)
+            for place, _ in found:
+                place.settle()
 
     def prune(self) -> list[int]:
         """Remove the steps that `keep` and `keep_every` do not keep, as each save does.

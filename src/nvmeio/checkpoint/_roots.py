@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import opened
-from nvmeio._files.folders import make_folders
+from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import (
@@ -135,6 +135,9 @@ class StepPlace(Protocol):
         Raises GoneError, BlockingIOError if it is being read, and FileExistsError if it is
         not a step of a Checkpointer.
         """
+
+    def settle(self) -> None:
+        """Make removals durable."""
 
 
 class Kept(NamedTuple):
@@ -619,6 +622,10 @@ class Root:
 
     def discard_left(self, step: int) -> None:
         """Do nothing: ``take`` has removed it."""
+
+    def settle(self) -> None:
+        """Make removals durable, so that no step comes back after a power failure."""
+        sync_folder(self.where)
 
     def is_anothers(self, step: int) -> bool:
         """Return whether another user may have planted a step, which does not count."""

@@ -332,6 +332,10 @@ class Store:
             for piece in self._pieces(f"{attempt.folder}/{name}"):
                 default_handle().write(piece, file, at)
                 at += len(piece)
+        if at < attempt.sizes[name]:
+            # No damage of the copy: the store has listed more.
+            words = f"only {at} of {attempt.sizes[name]} bytes were sent; try again"
+            raise OSError(errno.EREMOTEIO, words, f"{self.where}/{attempt.folder}/{name}")
 
     def _pieces(self, path: str) -> Iterator[Any]:
         """Read a file, which the store has listed; raise CheckpointError if it is gone."""
@@ -354,6 +358,9 @@ class Store:
 
     def release(self) -> None:
         """Do nothing: there are no locks."""
+
+    def settle(self) -> None:
+        """Do nothing: a store makes removals durable itself."""
 
     def _conflict(self, step: int) -> FileExistsError:
         words = "another writer has copied or removed this step meanwhile"
