@@ -1176,6 +1176,16 @@ def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monk
     assert told.value.filename == str(tmp_path / "file")
 
 
+def test_a_file_of_the_source_that_is_gone_is_named(source, tmp_path):
+    work = _draining.Drain(source, _places.place_of(tmp_path / "far"), (), 0, None)
+    name = max(work.sizes, key=work.sizes.get)
+    (source / name).unlink()
+    work.start()
+    with pytest.raises(FileNotFoundError) as told:
+        work.future.result()
+    assert told.value.filename == str(source / name)
+
+
 def test_folders_are_compared_by_their_whole_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = Checkpointer("near", drain_to="far")

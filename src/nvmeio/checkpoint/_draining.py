@@ -316,6 +316,9 @@ class Drain:
 
     def _named(self, error: Exception, name: str) -> Exception:
         where = f"{self.place.root.rstrip('/')}/{name}".rstrip("/")
+        source = os.path.join(self.source, name)
+        if isinstance(error, OSError) and error.filename == source:
+            where = source
         if isinstance(error, _DifferentError):
             return OSError(errno.EIO, str(error), where)
         if isinstance(error, OSError):
