@@ -9,9 +9,9 @@ import numpy as np
 __all__ = ["check_sizes", "copy_to", "dense_strides", "may_overlap", "parts_of"]
 __all__ += ["without_fields"]
 
-# How many columns of a transposed array are copied at a time.  Its rows are often a power
-# of two apart, so that few of them fit into the CPU's cache.
-_COLUMNS = 64
+# How many columns of a transposed array are copied at a time, and how many bytes, at least.
+# Its rows are often a power of two apart, so that few of them fit into the CPU's cache.
+_COLUMNS, _BYTES = 64, 256 << 10
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -88,6 +88,8 @@ def copy_to(target: Any, source: Any) -> None:
     if not strides or abs(source.strides[-1]) == min(strides):
         np.copyto(target, source)
         return
-    for begin in range(0, source.shape[-1], _COLUMNS):
-        some = np.s_[..., begin : begin + _COLUMNS]
+    width = source.shape[-1]
+    columns = max(_COLUMNS, _BYTES * width // max(1, source.nbytes))
+    for begin in range(0, width, columns):
+        some = np.s_[..., begin : begin + columns]
         np.copyto(target[some], source[some])
