@@ -1828,3 +1828,28 @@ def test_a_target_that_is_stale_is_named_at_once(tmp_path, monkeypatch):
     saver.save(1, 1)
     error = saver.drained.exception()
     assert (error.errno, error.filename, tried) == (errno.ESTALE, str(far), [far])
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_copies_of_a_store_that_are_seen_as_a_folder_are_not_no_checkpoint(tmp_path, named):
+    far, folder = f"memory://seen-{named}", tmp_path / "seen"
+    with Checkpointer(tmp_path / "near", drain_to=far) as checkpointer:
+        checkpointer.save(7, {"weights": np.arange(5)})
+    # As gcsfuse mounts it, or `aws s3 sync` downloads it.
+    fsspec.filesystem("memory").get(f"/seen-{named}/", f"{folder}/", recursive=True)
+    if not named:
+        (folder / ".nvmeio-latest").unlink()
+    with pytest.raises(CheckpointError, match="read by the URL of the store"):
+        Checkpointer(folder).restore(7)
+    with pytest.raises(CheckpointError), pytest.warns(RuntimeWarning, match="step 7"):
+        Checkpointer(folder).restore()
+
+
+def test_a_named_step_of_strange_files_is_not_no_checkpoint(tmp_path):
+    save(tmp_path, None, 7)
+    for name in FILES:
+        (tmp_path / "step-7" / name).rename(tmp_path / "step-7" / f"{name}.old")
+    with pytest.raises(CheckpointError, match="nvmeio-latest, but is no step"):
+        Checkpointer(tmp_path).restore(7)
+    with pytest.raises(CheckpointError), pytest.warns(RuntimeWarning, match="step 7"):
+        Checkpointer(tmp_path).restore()

@@ -37,6 +37,7 @@ from nvmeio.checkpoint._places import Folder, Place
 from nvmeio.checkpoint._restoring import Held
 
 __all__ = [
+    "ATTEMPT",
     "LATEST",
     "NAMED_BYTES_MAX",
     "OURS",
@@ -67,6 +68,11 @@ _NAMED = re.compile(rb"step-(0|[1-9]\d{0,18})\n")
 NAMED_BYTES_MAX = 100
 # How a manifest.json and a tree.json of any version begin.
 OURS = re.compile(rb'\s*\{\s*"format":\s*"nvmeio-checkpoint-\d+"')
+
+# The name of the folder of a copy in an object store.
+ATTEMPT = re.compile(
+    r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
+)
 
 # The inode and the ctime.
 Identity = tuple[int, int]
@@ -546,21 +552,35 @@ class Root:
                 if not stale:
                     raise
             except CheckpointError:
-                if self._is_foreign(folder):
-                    raise GoneError from None
+                self._refuse_foreign(step)
                 raise
         if stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
         raise NotDamagedError(f"{folder} was replaced {TRIES} times while it was read")
 
-    def _is_foreign(self, folder: str) -> bool:
-        """Return whether a folder has files, and none of them has a name of ours."""
+    def _refuse_foreign(self, step: int) -> None:
+        """Raise GoneError if a step's folder has files, and none with a name of ours.
+
+        If the step is named, or this is a copy of an object store, raise CheckpointError:
+        it is no stranger's.
+        """
+        folder = self.folder(step)
         try:
             names = os.listdir(folder)
         except OSError:
-            return False
-        ours = [name for name in names if name in FILES or final_name(name) in FILES]
-        return bool(names) and not ours
+            return
+        if not names or any(name in FILES or final_name(name) in FILES for name in names):
+            return
+        if copies := list(filter(ATTEMPT.fullmatch, names)):
+            words = (
+                f"has a copy as an object store keeps it, {copies[0]}, which is read by "
+            )
+            words += "the URL of the store; to read it here, move its files to this folder"
+        elif self.named() == step:
+            words = f"is named by {LATEST}, but is no step: {what_is_in(folder)}"
+        else:
+            raise GoneError from None
+        raise CheckpointError(f"{folder} {words}") from None
 
     def _refuse_hidden(self, folder: str) -> None:
         """Raise PermissionError if another user's step has files that cannot be read."""

@@ -11,7 +11,6 @@ writes, which fsspec imitates where a store has none.
 import contextlib
 import errno
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ from nvmeio.checkpoint._manifest import (
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._roots import (
+    ATTEMPT,
     LATEST,
     NAMED_BYTES_MAX,
     OURS,
@@ -55,10 +55,6 @@ from nvmeio.checkpoint._roots import (
 from nvmeio.default import default_handle
 
 __all__ = ["Store"]
-
-_ATTEMPT = re.compile(
-    r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
-)
 
 
 class _Attempt(NamedTuple):
@@ -81,7 +77,7 @@ class _Attempt(NamedTuple):
     @property
     def is_dead(self) -> bool:
         """Whether its process ran on this host and is dead."""
-        found = _ATTEMPT.fullmatch(self.folder.rpartition("/")[2])
+        found = ATTEMPT.fullmatch(self.folder.rpartition("/")[2])
         return found is not None and is_dead(found)
 
 
@@ -155,7 +151,7 @@ class Store:
         folders = {top: self._files.sizes(top)}
         numbers = {top: 0}
         for name in folders[top]:
-            if (found := _ATTEMPT.fullmatch(name)) is not None:
+            if (found := ATTEMPT.fullmatch(name)) is not None:
                 folders[f"{top}/{name}"] = self._files.sizes(f"{top}/{name}")
                 numbers[f"{top}/{name}"] = int(found["number"])
         attempts = [
