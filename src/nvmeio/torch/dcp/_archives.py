@@ -36,11 +36,12 @@ def load_allowed(text: IO[bytes]) -> Any:
 
 
 class Located(NamedTuple):
-    """A tensor in a file, whose bytes are in C order."""
+    """A tensor in a file, whose bytes are in C order once its axes are permuted."""
 
     begin: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    axes: tuple[int, ...] = ()  # in the order of the bytes; () for C order
 
 
 class Ends(io.RawIOBase):
@@ -96,6 +97,13 @@ def stored_in(ends: Ends) -> Located | None:
     if not isinstance(dtype, torch.dtype) or entry.compress_type != zipfile.ZIP_STORED:
         return None
     end = (tensor.begin + math.prod(tensor.shape)) * dtype.itemsize
-    if end > entry.file_size or tensor.strides != dense_strides(tensor.shape):
+    shape, strides = tensor.shape, tensor.strides
+    # Of extents of 1 the strides say nothing.
+    axes = sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] != 1))
+    dense = dense_strides([shape[axis] for axis in axes])
+    pairs = zip(axes, dense, strict=True)
+    if end > entry.file_size or any(
+        shape[axis] != 1 and strides[axis] != stride for axis, stride in pairs
+    ):
         return None
-    return Located(begin, dtype, tensor.shape)
+    return Located(begin, dtype, shape, tuple(axes))

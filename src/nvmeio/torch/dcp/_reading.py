@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from nvmeio._streams.reading import FILES_MAX
 from nvmeio._tensors.memory import freed_problem
 from nvmeio._tensors.slices import plan as runs_of
 from nvmeio.default import default_handle
-from nvmeio.torch._bits import is_memory, is_plain
+from nvmeio.torch._bits import is_plain
 from nvmeio.torch.dcp._archives import (
     HEAD_BYTES,
     LARGE_BYTES,
@@ -251,7 +251,7 @@ class Parts:
         self._planner = planner
         self._whole: list[tuple[torch.Tensor, File, int]] = []
         self._pending = Pending(default_handle())
-        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []
         self._beside = 0
         # The memory that is read into, sorted.
         self._filled: list[tuple[int, int]] = []
@@ -259,19 +259,29 @@ class Parts:
     def add(self, item: ReadItem, file: File, stored: Located) -> None:
         """Add a part; reading starts in ``finish``, or now if the part has several runs."""
         target = target_of(self._planner, item)
-        read = target
-        if not (is_memory(target) and target.dtype == stored.dtype):
-            nbytes = math.prod(item.lengths) * stored.dtype.itemsize
+        # All of what follows is in the order of the bytes in the file.
+        axes: Sequence[int] = range(len(item.lengths))
+        shape = stored.shape
+        if len(stored.axes) == len(axes):
+            axes, shape = stored.axes, tuple(shape[axis] for axis in stored.axes)
+        counts = [item.lengths[axis] for axis in axes]
+        read, landing = None, None
+        if is_plain(target) and target.dtype == stored.dtype:
+            read = target.permute(tuple(axes))
+        if read is None or not read.is_contiguous():
+            nbytes = math.prod(counts) * stored.dtype.itemsize
             if self._beside + nbytes > BESIDE_BYTES_MAX:
                 self.finish()
             self._beside += nbytes
-            read = torch.empty(tuple(item.lengths), dtype=stored.dtype, device="cpu")
+            read = torch.empty(counts, dtype=stored.dtype, device="cpu")
+            back = sorted(range(len(axes)), key=axes.__getitem__)
+            landing = read.permute(back)
         elif target.nbytes:
             self._take(target.data_ptr(), target.nbytes)
-        pairs = zip(item.storage_offsets, item.lengths, strict=True)
-        index = tuple(slice(low, low + count) for low, count in pairs)
-        runs = runs_of(index, stored.shape, stored.dtype.itemsize * 8)
-        if runs.shape != tuple(item.lengths):
+        lows = (item.storage_offsets[axis] for axis in axes)
+        index = tuple(slice(low, low + n) for low, n in zip(lows, counts, strict=True))
+        runs = runs_of(index, shape, stored.dtype.itemsize * 8)
+        if runs.shape != tuple(counts):
             raise ValueError(
                 f"{file.path!r}: {item.storage_index.fqn!r} has the shape "
                 f"{list(stored.shape)} there, and no part of shape {list(item.lengths)} at "
@@ -282,7 +292,7 @@ class Parts:
             self._whole.append((read, file, int(offsets[0])))
         elif runs.run_bytes and len(offsets):
             self._pending.gather(file, offsets, runs.run_bytes, read, max_gap=0)
-        self._targets.append((item, target, read))
+        self._targets.append((item, target, landing))
 
     def _take(self, low: int, nbytes: int) -> None:
         """Take memory to read into; finish first if a part is being read into it.
@@ -303,9 +313,9 @@ class Parts:
         if self._whole:
             self._pending.read_many(self._whole)
         self._pending.finish()
-        for item, target, read in self._targets:
-            if read is not target:
-                target.copy_(read)
+        for item, target, landing in self._targets:
+            if landing is not None:
+                target.copy_(landing)
             self._planner.commit_tensor(item, target)
         self._whole, self._targets, self._beside, self._filled = [], [], 0, []
 
