@@ -1176,6 +1176,23 @@ def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monk
     assert told.value.filename == str(tmp_path / "file")
 
 
+def test_each_of_the_last_files_costs_one_sync_of_its_folder(tmp_path, monkeypatch):
+    for number in range(5):
+        (tmp_path / f"run/step-{number}").mkdir(parents=True)
+        (tmp_path / f"run/step-{number}/manifest.json").touch()
+    settled, settle = [], _places.Folder.settle
+
+    def note(place, folder):
+        settled.append(folder)
+        settle(place, folder)
+
+    monkeypatch.setattr(_places.Folder, "settle", note)
+    drain(tmp_path / "run", tmp_path / "far", last=("manifest.json",)).result()
+    folders = [f"step-{number}" for number in range(5)]
+    assert settled[-5:] == folders
+    assert sorted(settled[:-5]) == ["", *folders]
+
+
 def test_a_file_of_the_source_that_is_gone_is_named(source, tmp_path):
     work = _draining.Drain(source, _places.place_of(tmp_path / "far"), (), 0, None)
     name = max(work.sizes, key=work.sizes.get)

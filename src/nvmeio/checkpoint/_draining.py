@@ -263,7 +263,8 @@ class Drain:
         try:
             for name in self.last:
                 self._copy(name)
-                self._settle()
+                folder = os.path.dirname(name)
+                self._try(folder, functools.partial(self.place.settle, folder))
             self._look_at_source()
         except BaseException:
             # Those that were written would mark the copy as complete.  Old ones fit what is
