@@ -11,6 +11,7 @@ import pytest
 
 from commands import call_nvmeio, nvmeio, nvmeio_in_terminal
 from nvmeio.checkpoint import Checkpointer
+from nvmeio.checkpoint._restoring import Held
 
 
 @pytest.fixture
@@ -37,6 +38,21 @@ def test_steps_are_listed_with_their_sizes_and_age(root):
     assert all(line.split()[-2:] == ["crc32c", "complete"] for line in lines[1:4])
     assert lines[1].split()[2:6:2] == ["KiB", "s"]
     assert lines[-1] == "3 steps, 3 complete"
+
+
+def test_a_step_that_a_run_prunes_meanwhile_is_not_listed(root, monkeypatch):
+    entered = Held.__enter__
+
+    def enter_and_prune(held):
+        if held.step == 2:
+            with Checkpointer(root, keep=None) as run:
+                run.remove(10)
+        return entered(held)
+
+    monkeypatch.setattr(Held, "__enter__", enter_and_prune)
+    found = call_nvmeio("checkpoints", root)
+    assert found.status == 0, found.err
+    assert found.out.splitlines()[-1] == "2 steps, 2 complete"
 
 
 @pytest.mark.parametrize(

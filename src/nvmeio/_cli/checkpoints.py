@@ -12,6 +12,7 @@ from nvmeio._cli.arguments import CommandError, Parser, option
 from nvmeio._cli.folders import step_of
 from nvmeio._cli.terminal import Terminal
 from nvmeio._files.kinds import what_is_in
+from nvmeio._files.paths import exists
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
 
@@ -38,16 +39,20 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not os.path.isdir(options.root):
         raise CommandError(f"{options.root}: {what_is_in(options.root)}")
     checkpointer = Checkpointer(options.root)
-    steps = checkpointer._steps.root.steps()
+    place = checkpointer._steps.root
+    steps = place.steps()
     if not steps and (one := step_of(options.root)):
         parent = shlex.quote(os.path.relpath(one[0]))
         raise CommandError(
             f"{options.root}: it is the folder of step {one[1]}; its ROOT is the folder "
             f"above: nvmeio checkpoints {parent}"
         )
-    found = [
-        _described(options.root, step, metadata=options.json) for step in reversed(steps)
-    ]
+    found = []
+    for step in reversed(steps):
+        said = _described(options.root, step, metadata=options.json)
+        # A run that goes on may have removed it since the steps were listed.
+        if said["complete"] or exists(place.folder(step)) or place.named() == step:
+            found.append(said)
     left = [name for name in os.listdir(options.root) if name.endswith(".nvmeio-tmp")]
     if options.json:
         terminal.say(json.dumps({"steps": found, "unfinished": sorted(left)}, indent=2))
