@@ -2007,3 +2007,27 @@ def test_a_save_and_a_restore_import_nothing(tmp_path):
     command = [sys.executable, "-c", IMPORTS]
     found = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert found.stdout.split() == []
+
+
+def test_a_file_that_is_missing_elsewhere_is_not_no_checkpoint(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"weights": np.arange(5)})
+        nvmeio.default_handle().close()
+        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "missing"))
+        with pytest.raises(CheckpointError, match="NVMEIO_PROFILE"):
+            checkpointer.restore()
+        monkeypatch.delenv("NVMEIO_PROFILE")
+        assert checkpointer.restore()["weights"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("below", [".", "run", "runs/7"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_root_below_a_dangling_link_is_not_no_checkpoint(tmp_path, below, copies):
+    # As ~/scratch -> /scratch/me on a machine where that is not mounted.
+    (tmp_path / "scratch").symlink_to("nowhere")
+    place = tmp_path / "scratch" / below
+    root, far = (tmp_path / "run", place) if copies else (place, None)
+    checkpointer = Checkpointer(root, drain_to=far)
+    with pytest.raises(OSError, match="symbolic link to 'nowhere'") as caught:
+        checkpointer.restore()
+    assert caught.value.errno == errno.ESTALE

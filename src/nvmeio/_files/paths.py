@@ -89,10 +89,17 @@ def refuse_url(
 
 
 def dangling(path: str) -> str | None:
-    """Say where a symbolic link leads if there is nothing; None for anything else."""
-    if os.path.exists(path) or not os.path.islink(path):
+    """Say where a symbolic link leads if there is nothing; None for anything else.
+
+    The path, or a folder above it, is the link.
+    """
+    found = path
+    while not os.path.lexists(found) and os.path.dirname(found) != found:
+        found = os.path.dirname(found)
+    if os.path.exists(found) or not os.path.islink(found):
         return None
-    return f"it is a symbolic link to {os.readlink(path)!r}, which does not exist"
+    what = "it" if found == path else repr(found)
+    return f"{what} is a symbolic link to {os.readlink(found)!r}, which does not exist"
 
 
 @contextlib.contextmanager

@@ -539,7 +539,8 @@ class Root:
                 # It was there when its size was checked.
                 name = os.fsdecode(error.filename or "")
                 if os.path.dirname(name) != folder:
-                    raise
+                    # Such as a profile: a caller that begins anew must not do so here.
+                    raise NotDamagedError(f"{folder} cannot be read: {error}") from error
                 raise CheckpointError(f"{name} is missing") from None
             except PermissionError as error:
                 if not is_anothers(folder, self.where):
