@@ -5,6 +5,7 @@ Faults of a kind of file system are those of the mount.  A KIND is
 ``inodes``      each getattr gives a file another inode number
 ``flock=38``    flock(2) fails with this errno
 ``uncached``    the kernel remembers neither names nor attributes
+``direct``      no file can be read that was opened with O_DIRECT, even without it later
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write``, ``fsync``, ``rename``, ``flush`` (each close(2), which returns its
@@ -84,6 +85,7 @@ class FaultyFS(fuse.Operations):
         self.numbers = itertools.count(1000) if "inodes" in kinds else None
         if "flock" in kinds:
             self.flock = lambda path: self.refuse(int(kinds["flock"]))
+        self.refuses_direct = "direct" in kinds
         self.files = {}
         self.folders = {"/"}
         self.modes = {}
@@ -170,6 +172,9 @@ class FaultyFS(fuse.Operations):
         if flags & os.O_ACCMODE == self.faults.get("open", {}).get("mode"):
             self.strike("open", path)
 
+    def open(self, path, flags):
+        return int(self.refuses_direct and flags & os.O_DIRECT > 0)
+
     def create(self, path, mode, fi=None):
         path = path.removesuffix(PLAIN)
         self.files[path] = bytearray()
@@ -197,6 +202,8 @@ class FaultyFS(fuse.Operations):
         return new + path[len(old) :] if f"{path}/".startswith(f"{old}/") else path
 
     def read(self, path, size, offset, fh):
+        if fh:
+            raise fuse.FuseOSError(errno.EINVAL)
         fault = self.strike("read", path, offset, size)
         size = self.shorten("read", fault, size)
         data = bytes(self.file(path)[offset : offset + size])

@@ -657,3 +657,12 @@ def test_a_file_that_was_never_opened_is_closed():
     file.close()
     with pytest.raises(ValueError, match="is closed"):
         file.fileno()
+
+
+def test_a_file_system_that_keeps_o_direct_is_read_through_the_page_cache(fuse_kinds):
+    """As unionfs does: its server has opened its own file with that flag."""
+    path = fuse_kinds("direct") / "file"
+    path.write_bytes(b"contents")
+    assert bytes(nvmeio.read_file(path)) == b"contents"
+    with nvmeio.File(path) as file:
+        assert not file.direct

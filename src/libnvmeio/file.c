@@ -323,12 +323,16 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
         return error;
     if (fd < 0)
         return 0;
-    if (atomic_load(&file->fd) >= 0)
+    if (atomic_load(&file->fd) < 0) {
+        /* Open it anew: a FUSE server, such as unionfs, may keep the flag with which its
+         * own file was opened. Where that fails, clear the flag. */
+        int buffered = reopen(fd, 0);
+        if (buffered < 0 && fcntl(fd, F_SETFL, 0))
+            return -errno;
+        atomic_store(&file->fd, buffered < 0 ? fd : buffered);
+    }
+    if (atomic_load(&file->fd) != fd)
         close(fd);
-    else if (fcntl(fd, F_SETFL, 0))
-        return -errno;
-    else
-        atomic_store(&file->fd, fd);
     file->direct_fd = -1;
     return 0;
 }
