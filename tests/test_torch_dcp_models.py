@@ -237,6 +237,16 @@ def test_values_that_no_model_file_can_hold_are_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("mapping", [None, {f"{i}": i // 4 + 1 for i in range(8)}], ids=str)
+def test_ranks_that_have_the_whole_state_save_one_model(tmp_path, mapping):
+    folder = str(tmp_path / "model")
+    options = {"folder": folder, "mapping": mapping}
+    state, _ = together(tmp_path, work.save_models_that_all_have, 2, **options)
+    found = load_sharded(folder)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
 def test_two_files_of_one_name_are_refused(tmp_path):
     save(tmp_path, state_of(1), save_distributed=True)
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}

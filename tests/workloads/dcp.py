@@ -135,6 +135,13 @@ def save_models_of_parts(folder):
         return "pass save_distributed=True to save all parts" in str(error)
 
 
+def save_models_that_all_have(folder, mapping):
+    """Save a state that is whole on each rank, as with DDP, and return it."""
+    state = {f"{i}": torch.full((100,), float(i)) for i in range(8)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, mapping))
+    return state
+
+
 def load_models(folder, by="nvmeio"):
     """Load a state from model files on all ranks; return differences, and bytes read."""
     found, expected = state_of(3, filled=False)["model"], state_of(3)["model"]

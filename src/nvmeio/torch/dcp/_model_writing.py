@@ -121,6 +121,8 @@ thread_count_consolidation
         """Give all ranks the same random key of this save."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
+        if self.use_collectives and not self.save_distributed:
+            _part_files(found, self.fqn_to_index_mapping)
         if self.use_collectives:
             self._save.claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
         # What failed saves have left, before it is missed as space.
@@ -165,7 +167,7 @@ thread_count_consolidation
         self._save.names = parts
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
-        highest = max(mapping.values()) if mapping else 1
+        highest = told.get("files") or (max(mapping.values()) if mapping else 1)
         results = []
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
         for index, items in buckets.items():
@@ -322,6 +324,24 @@ thread_count_consolidation
         ]
         self._write_index(target, whole, metadata)
         self._remove_old(target, set(named))
+
+
+def _part_files(plans: list[SavePlan], mapping: Mapping[str, int] | None) -> None:
+    """Number the files anew if several ranks would write the same one.
+
+    torch's planner divides the tensors that all ranks have, as with DDP.
+    """
+
+    def index_of(item: WriteItem) -> int:
+        return 1 if mapping is None else mapping[item.index.fqn]
+
+    pairs = sorted({(index_of(i), rank) for rank, p in enumerate(plans) for i in p.items})
+    if len({index for index, _ in pairs}) == len(pairs):
+        return
+    numbers = {pair: number for number, pair in enumerate(pairs, 1)}
+    for rank, plan in enumerate(plans):
+        chosen = {item.index.fqn: numbers[index_of(item), rank] for item in plan.items}
+        plan.storage_data.update(fqn_to_index_mapping=chosen, files=len(pairs))
 
 
 def _has_other_ranks() -> bool:
