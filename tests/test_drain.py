@@ -1283,3 +1283,60 @@ def test_a_step_is_removed_during_its_drain(tmp_path, copies):
         assert isinstance(drained.exception(), CancelledError)
     assert not [*far.glob("step-*/manifest.json")]
     assert Checkpointer(near, drain_to=far).steps() == []
+
+
+@pytest.mark.parametrize("marks", ["manifest.json", "*/manifest.json"])
+def test_a_drain_of_several_checkpoints_keeps_the_marks_of_those_that_are_unchanged(
+    tmp_path, marks
+):
+    """Or a machine that is lost meanwhile would take all of an archive with it."""
+    source, target = tmp_path / "run", tmp_path / "archive"
+    for step in ("step-1", "step-2"):
+        (source / step).mkdir(parents=True)
+        for name in ("manifest.json", "tensors"):
+            (source / step / name).write_text(name)
+    (source / "log").write_text("one")
+    drain(source, target, last=(marks,)).result()
+    (source / "log").write_text("other")
+    (source / "step-2" / "tensors").write_text("other")
+    place = _places.Folder(str(target))
+    work = _draining.Drain(source, place, (marks,), 0, None)
+    removed = []
+    place.remove = removed.append
+    work.start()
+    work.future.result()
+    assert removed == ["step-2/manifest.json"]
+
+
+def test_a_target_does_not_keep_the_mark_of_an_older_copy_that_the_source_lacks(tmp_path):
+    """As a save of torch.distributed.checkpoint leaves it that was killed."""
+    source, target = tmp_path / "checkpoint", tmp_path / "far"
+    source.mkdir()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (source / name).write_text("one")
+    drain(source, target).result()
+    (source / ".metadata").unlink()
+    drain(source, target).result()
+    assert (target / ".metadata").exists()  # nothing was replaced
+    (source / "__0_0.distcp").write_text("two")
+    drain(source, target).result()
+    assert not (target / ".metadata").exists()
+
+
+def test_a_step_is_never_a_mixture_in_the_target(tmp_path, monkeypatch):
+    source, target = tmp_path / "run", tmp_path / "far"
+    with Checkpointer(source, drain_to=target) as checkpointer:
+        checkpointer.save(1, {"weights": np.zeros(1000), "epoch": 1})
+    with Checkpointer(source) as checkpointer:
+        checkpointer.save(1, {"weights": np.ones(1000), "epoch": 2})
+    commit = _places._FolderWriter.commit
+
+    def failing(writer):
+        if writer.target.endswith("tensors.safetensors"):
+            raise OSError(errno.ENOSPC, "full")
+        commit(writer)
+
+    monkeypatch.setattr(_places._FolderWriter, "commit", failing)
+    with pytest.raises(OSError, match="full"):
+        drain(source / "step-1", target / "step-1").result()
+    assert Checkpointer(target).steps() == []

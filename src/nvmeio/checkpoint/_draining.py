@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
 
 import crc32c
@@ -17,9 +17,11 @@ import crc32c
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
+from nvmeio._files.kinds import MANIFEST, METADATA
 from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
+from nvmeio._safetensors.places import INDEX_NAME
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._manifest import (
@@ -55,7 +57,7 @@ _FINAL = (
     errno.ENAMETOOLONG,
 )
 # The default of `last`; unlike a caller's names, these need not exist.
-_LAST = (".metadata",)
+_LAST = (METADATA, MANIFEST, INDEX_NAME)
 
 
 def drain(
@@ -76,10 +78,11 @@ def drain(
     target : str, bytes or os.PathLike
         The folder to copy to, or a URL such as "s3://bucket/run", which needs fsspec.  It
         is created if it does not exist; other files in it stay.
-    last : collection of str, default (".metadata",)
+    last : collection of str, optional
         The files that mark the others as complete, as patterns of names or of paths below
         `source`.  They are copied in this order, once all other files are durable.  Each
-        pattern must match a file, except the default.
+        pattern must match a file, except the default: ".metadata", "manifest.json" and
+        "model.safetensors.index.json".
     retries : int, default 3
         How often to retry a file after an error (0 to 1000), after growing pauses.
     bandwidth : float, optional
@@ -115,7 +118,9 @@ def drain(
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
     target that come after it are removed, so that the target never looks complete when it
-    is not.  A drain that fails before it replaces a file leaves an older copy complete.
+    is not; of several for one pattern, only those in its folder or above it.  So is the
+    ".metadata" of the target, if `source` has none.  A drain that fails before it replaces
+    a file leaves an older copy complete.
 
     Errors that a retry will not cure (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENOTDIR,
     ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
@@ -176,17 +181,24 @@ class Drain:
         folders, self._states = _files_below(self.source)
         self.sizes = {name: state[0] for name, state in self._states.items()}
         self.folders, self._made = folders, False
-        named = [n for pattern in names for n in sorted(self.sizes) if _is(n, pattern)]
-        self.last = list(dict.fromkeys(named))
+        named = [[n for n in sorted(self.sizes) if _is(n, pattern)] for pattern in names]
+        self.last = list(dict.fromkeys(name for found in named for name in found))
+        # Those that mark all files.  Of several, such as one of each step in a folder of
+        # steps, each marks what is in its folder.
+        self._alone = {found[0] for found in named if len(found) == 1}
         for pattern in names:
-            if pattern not in _LAST and not any(_is(n, pattern) for n in self.sizes):
+            optional = last is _LAST or pattern == METADATA
+            if not optional and not any(_is(n, pattern) for n in self.sizes):
                 raise ValueError(
                     f"last has {pattern!r}, which matches no file in {self.source!r}"
                 )
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
-        # Those that the target may still have from before.
+        # Those that the target may still have from before, also where the source has none,
+        # as after a save of torch.distributed.checkpoint that was stopped.
         self._old_last = set(self.last)
+        if METADATA in names:
+            self._old_last.update(os.path.join(folder, METADATA) for folder in folders)
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -255,7 +267,7 @@ class Drain:
     def _finish(self) -> None:
         if self._failed is not None:
             return
-        self._settle()
+        self._settle(self.folders)
         # From here on, cancel() returns False.
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
@@ -263,8 +275,7 @@ class Drain:
         try:
             for name in self.last:
                 self._copy(name)
-                folder = os.path.dirname(name)
-                self._try(folder, functools.partial(self.place.settle, folder))
+                self._settle([os.path.dirname(name)])
             self._look_at_source()
         except BaseException:
             # Those that were written would mark the copy as complete.  Old ones fit what is
@@ -279,8 +290,8 @@ class Drain:
             if _state_of(os.stat(path)) != seen:
                 raise CheckpointError(f"{path} has changed while it was copied")
 
-    def _settle(self) -> None:
-        for folder in self.folders:
+    def _settle(self, folders: Iterable[str]) -> None:
+        for folder in folders:
             self._try(folder, functools.partial(self.place.settle, folder))
 
     def _report(self) -> None:
@@ -347,7 +358,10 @@ class Drain:
             if there is not None:
                 # Those that come after it describe the bytes that it had.
                 begin = self.last.index(name) + 1 if name in self.last else 0
-                self._remove_old_last(self.last[begin:])
+                marks = [n for n in self.last[begin:] if self._marks(n, name)]
+                if name not in self.last:
+                    marks += [os.path.join(folder, METADATA) for folder in _above(name)]
+                self._remove_old_last(marks)
             with self.place.writing(name) as writer:
                 if self.place.names_at_once:
                     self._old_last.discard(name)
@@ -376,6 +390,11 @@ class Drain:
                     )
                 writer.commit()
                 self._old_last.discard(name)
+
+    def _marks(self, last: str, name: str) -> bool:
+        """Return whether one of the `last` files marks another file as complete."""
+        folder = os.path.dirname(last)
+        return last in self._alone or not folder or name.startswith(f"{folder}/")
 
     def _remove_old_last(self, names: Iterable[str]) -> None:
         """Remove some of the `last` files, which mark the target as complete, once."""
@@ -449,6 +468,13 @@ class _Pace:
 def _state_of(found: os.stat_result) -> tuple[int, int]:
     # Not the inode: some FUSE file systems give a file another number each time.
     return found.st_size, found.st_mtime_ns
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the folder of a file, and those above it."""
+    while name:
+        name = os.path.dirname(name)
+        yield name
 
 
 def _is(name: str, pattern: str) -> bool:
