@@ -1176,6 +1176,18 @@ def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monk
     assert told.value.filename == str(tmp_path / "file")
 
 
+def test_a_private_file_stays_private(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "private").write_bytes(b"key")
+    (tmp_path / "source" / "private").chmod(0o600)
+    (tmp_path / "source" / "public").write_bytes(b"text")
+    drain(tmp_path / "source", tmp_path / "far").result()
+    modes = [
+        stat.S_IMODE((tmp_path / "far" / n).stat().st_mode) for n in ("private", "public")
+    ]
+    assert modes == [0o600, 0o644]
+
+
 def test_each_of_the_last_files_costs_one_sync_of_its_folder(tmp_path, monkeypatch):
     for number in range(5):
         (tmp_path / f"run/step-{number}").mkdir(parents=True)

@@ -365,6 +365,7 @@ class Drain:
             with self.place.writing(name) as writer:
                 if self.place.names_at_once:
                     self._old_last.discard(name)
+                writer.restrict(before.st_mode)
                 expected, seen = 0, Checksums(self._block_bytes)
                 record = self._records.get(name)
                 for piece in pieces_of(file, size):

@@ -44,6 +44,9 @@ _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 class Writer(Protocol):
     """A file that is being written, before it has its name."""
 
+    def restrict(self, mode: int) -> None:
+        """Give nobody but the owner a right that is not in a mode."""
+
     def write(self, piece: Bytes) -> None:
         """Append bytes."""
 
@@ -203,6 +206,11 @@ class _FolderWriter:
     def __init__(self, file: File, name: TemporaryName, path: str, target: str) -> None:
         self.file, self._name, self.unnamed, self.target = file, name, path, target
         self.written = 0
+
+    def restrict(self, mode: int) -> None:
+        now, mode = stat.S_IMODE(os.fstat(self.file.fileno()).st_mode), mode | stat.S_IRWXU
+        if now & ~mode:
+            os.fchmod(self.file.fileno(), now & mode)
 
     def write(self, piece: Bytes) -> None:
         default_handle().write(piece, self.file, self.written)
@@ -404,6 +412,9 @@ class _RemoteWriter:
         self.stream = stream
         self.committed = self.finished = False
         self.given = 0
+
+    def restrict(self, mode: int) -> None:
+        """Do nothing: a store has its own rules."""
 
     def write(self, piece: Bytes) -> None:
         view = piece.data
