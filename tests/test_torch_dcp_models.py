@@ -237,6 +237,20 @@ def test_values_that_no_model_file_can_hold_are_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["model", "model/sharded", "other"])
+def test_joined_files_are_in_the_folder_that_a_save_names(tmp_path, name):
+    options = {"save_distributed": True, "enable_consolidation": True}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "model"), **options)
+    for seed in (1, 2):
+        state, folder = state_of(seed), tmp_path / name
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(folder), no_dist=True)
+        whole = folder.parent if folder.name == "sharded" else folder
+        found = load_sharded(whole)
+        assert same(found, state)
+        assert len(os.listdir(whole / "sharded")) == 1
+    assert len(os.listdir(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("mapping", [None, {f"{i}": i // 4 + 1 for i in range(8)}], ids=str)
 def test_ranks_that_have_the_whole_state_save_one_model(tmp_path, mapping):
     folder = str(tmp_path / "model")

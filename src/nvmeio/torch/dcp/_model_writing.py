@@ -99,6 +99,20 @@ thread_count_consolidation
         whole: Any = self.consolidated_output_path
         self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder of the next save, as the argument `path` does."""
+        before = os.fspath(self.path)
+        super().reset(checkpoint_id)
+        if self.enable_consolidation and os.fspath(self.path) != before:
+            # Torch would write the parts beside the joined files.
+            self.consolidated_output_path = os.fspath(self.path)
+            self.path = self.fs.concat_path(self.path, _hf_utils.SHARDED_DIR_NAME)
+
+    def _joined_in(self) -> str:
+        """Return the folder of the joined files, of this thread's save as `path` is."""
+        found: str = os.path.dirname(os.fspath(self.path))
+        return found
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the plan, create the folder durably, and call torch's method."""
         if self.enable_consolidation and not self.use_collectives:
@@ -128,7 +142,7 @@ thread_count_consolidation
         # What failed saves have left, before it is missed as space.
         _remove_parts(os.fspath(self.path), self._own_prefix())
         if self.enable_consolidation:
-            _remove_parts(self.consolidated_output_path, "")
+            _remove_parts(self._joined_in(), "")
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -282,7 +296,7 @@ thread_count_consolidation
         self, folder: str, results: list[WriteResult], metadata: Metadata
     ) -> None:
         """Join the parts in the ranks' files to whole tensors, and write these."""
-        target: str = self.consolidated_output_path
+        target = self._joined_in()
         mapping = self.fqn_to_index_mapping or dict.fromkeys(
             metadata.state_dict_metadata, 1
         )
