@@ -901,6 +901,13 @@ def test_after_install_a_folders_name_is_enough(tmp_path):
     assert _storage_utils.FileSystemWriter is torchs
 
 
+def test_after_install_another_process_saves_by_nvmeio_too(tmp_path):
+    folder = str(tmp_path / "saved")
+    (names,) = together(tmp_path, work.save_in_a_process_after_install, 1, folder=folder)
+    # torch's own writer would call it __0_0.distcp.
+    assert any(re.match(r"__0_[0-9a-f]{8}_", name) for name in names)
+
+
 def test_install_can_allow_any_object(tmp_path):
     dcp.save({"x": Evil(tmp_path / "marker")}, checkpoint_id=tmp_path / "a", no_dist=True)
     try:

@@ -1,6 +1,7 @@
 """Ranks that save and load together with torch.distributed.checkpoint over gloo."""
 
 import gc
+import multiprocessing
 import os
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -174,6 +176,22 @@ def save_and_fail(folder, failing):
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         return [type(error).__name__, "the drive of this rank is broken" in str(error)]
+
+
+def save_in_a_process_after_install(folder):
+    """Save by torch's process for checkpoints, given only a folder; return its files."""
+    nvmeio.torch.dcp.install()
+    try:
+        process = AsyncCheckpointerType.PROCESS
+        state = {"a": torch.ones(3)}
+        saving = async_save(state, checkpoint_id=folder, async_checkpointer_type=process)
+        saving.result()
+    finally:
+        nvmeio.torch.dcp.uninstall()
+        # torch's process would be waited for, for half a minute.
+        for each in multiprocessing.active_children():
+            each.kill()
+    return os.listdir(folder)
 
 
 def stage_parts():

@@ -1,10 +1,11 @@
 """Make nvmeio's readers and writers the default of torch.distributed.checkpoint."""
 
+import functools
 import os
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _storage_utils
+from torch.distributed.checkpoint import _storage_utils, state_dict_saver
 
 from nvmeio._arguments.checks import flag
 from nvmeio.torch.dcp._reading import FileSystemReader
@@ -13,6 +14,7 @@ from nvmeio.torch.dcp._writing import FileSystemWriter
 __all__ = ["install", "uninstall"]
 
 _torchs: dict[str, Any] = {}
+_EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
 
 
 class _AnyReader(FileSystemReader):
@@ -26,6 +28,35 @@ class _AnyReader(FileSystemReader):
         weights_only: bool = False,
     ) -> None:
         super().__init__(path, _extension_registry, weights_only=weights_only)
+
+
+@functools.cache
+def _executor(theirs: Any) -> Any:
+    """Return an executor of async_save() that takes the writer of this process.
+
+    In the process that saves, install() may not have been called.
+    """
+
+    class Executor(theirs):  # type: ignore[misc]
+        def execute_save(
+            self,
+            state: Any,
+            *,
+            checkpoint_id: Any = None,
+            storage_writer: Any = None,
+            **options: Any,
+        ) -> Any:
+            if storage_writer is None:
+                setup = _storage_utils._storage_setup
+                storage_writer = setup(None, checkpoint_id, reader=False)
+            return super().execute_save(
+                state,
+                checkpoint_id=checkpoint_id,
+                storage_writer=storage_writer,
+                **options,
+            )
+
+    return Executor
 
 
 def install(*, weights_only: bool = True) -> None:
@@ -67,6 +98,11 @@ def install(*, weights_only: bool = True) -> None:
         if found not in (FileSystemReader, _AnyReader, FileSystemWriter):
             _torchs[name] = found
         setattr(_storage_utils, name, kind)
+    # Versions without it save by threads only.
+    theirs = getattr(state_dict_saver, _EXECUTOR, None)
+    if theirs is not None and _EXECUTOR not in _torchs:
+        _torchs[_EXECUTOR] = theirs
+        setattr(state_dict_saver, _EXECUTOR, _executor(theirs))
 
 
 def uninstall() -> None:
@@ -80,5 +116,5 @@ def uninstall() -> None:
     >>> nvmeio.torch.dcp.uninstall()
     """
     for name, kind in _torchs.items():
-        setattr(_storage_utils, name, kind)
+        setattr(state_dict_saver if name == _EXECUTOR else _storage_utils, name, kind)
     _torchs.clear()
