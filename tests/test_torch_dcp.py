@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.testing._internal.two_tensor import TwoTensor
 
 import nvmeio
 from helpers import pairs_of_one_hash
@@ -899,6 +900,15 @@ def test_after_install_a_folders_name_is_enough(tmp_path):
     finally:
         ours.uninstall()
     assert _storage_utils.FileSystemWriter is torchs
+
+
+def test_a_class_of_tensors_is_loaded_if_any_object_is_allowed(tmp_path):
+    save(tmp_path, {"x": TwoTensor(torch.ones(3), torch.full((3,), 2.0))})
+    found = {"x": TwoTensor(torch.zeros(3), torch.zeros(3))}
+    with pytest.raises(CheckpointException, match="TwoTensor"):
+        load(tmp_path, found)
+    load(tmp_path, found, weights_only=False)
+    assert (found["x"].a.sum(), found["x"].b.sum()) == (3, 6)
 
 
 def test_after_install_another_process_saves_by_nvmeio_too(tmp_path):
