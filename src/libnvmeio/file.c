@@ -324,8 +324,8 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
     if (fd < 0)
         return 0;
     if (atomic_load(&file->fd) < 0) {
-        /* Open it anew: a FUSE server, such as unionfs, may keep the flag with which its
-         * own file was opened. Where that fails, clear the flag. */
+        /* Open it anew: a FUSE server, such as unionfs, may keep the flag with which
+         * its own file was opened. Where that fails, clear the flag. */
         int buffered = reopen(fd, 0);
         if (buffered < 0 && fcntl(fd, F_SETFL, 0))
             return -errno;

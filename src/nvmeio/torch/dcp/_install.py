@@ -1,6 +1,5 @@
 """Make nvmeio's readers and writers the default of torch.distributed.checkpoint."""
 
-import functools
 import os
 from typing import Any
 
@@ -30,33 +29,30 @@ class _AnyReader(FileSystemReader):
         super().__init__(path, _extension_registry, weights_only=weights_only)
 
 
-@functools.cache
-def _executor(theirs: Any) -> Any:
-    """Return an executor of async_save() that takes the writer of this process.
+class _Executor:
+    """Passes torch's executor of async_save() the writer of this process.
 
     In the process that saves, install() may not have been called.
     """
 
-    class Executor(theirs):  # type: ignore[misc]
-        def execute_save(
-            self,
-            state: Any,
-            *,
-            checkpoint_id: Any = None,
-            storage_writer: Any = None,
-            **options: Any,
-        ) -> Any:
-            if storage_writer is None:
-                setup = _storage_utils._storage_setup
-                storage_writer = setup(None, checkpoint_id, reader=False)
-            return super().execute_save(
-                state,
-                checkpoint_id=checkpoint_id,
-                storage_writer=storage_writer,
-                **options,
-            )
+    def __init__(self) -> None:
+        self._theirs = _torchs[_EXECUTOR]()
 
-    return Executor
+    def execute_save(
+        self,
+        state: Any,
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Save a state in torch's process for checkpoints; return its Future."""
+        if storage_writer is None:
+            setup = _storage_utils._storage_setup
+            storage_writer = setup(None, checkpoint_id, reader=False)
+        return self._theirs.execute_save(
+            state, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **options
+        )
 
 
 def install(*, weights_only: bool = True) -> None:
@@ -102,7 +98,7 @@ def install(*, weights_only: bool = True) -> None:
     theirs = getattr(state_dict_saver, _EXECUTOR, None)
     if theirs is not None and _EXECUTOR not in _torchs:
         _torchs[_EXECUTOR] = theirs
-        setattr(state_dict_saver, _EXECUTOR, _executor(theirs))
+        setattr(state_dict_saver, _EXECUTOR, _Executor)
 
 
 def uninstall() -> None:
