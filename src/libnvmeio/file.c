@@ -326,7 +326,10 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
     if (atomic_load(&file->fd) < 0) {
         /* Open it anew: a FUSE server, such as unionfs, may keep the flag with which
          * its own file was opened. Where that fails, clear the flag. */
-        int buffered = reopen(fd, 0);
+        int buffered;
+        do
+            buffered = reopen(fd, 0);
+        while (buffered == -EINTR);
         if (buffered < 0 && fcntl(fd, F_SETFL, 0))
             return -errno;
         atomic_store(&file->fd, buffered < 0 ? fd : buffered);
