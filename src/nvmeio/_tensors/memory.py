@@ -27,7 +27,8 @@ def bytes_of(value: Any) -> npt.NDArray[np.uint8]:
     if isinstance(value, Deferred):
         value = value.load()
     if isinstance(value, np.ndarray):
-        value = without_fields(value)
+        # Of a subclass, such as numpy.matrix, reshape() means something else.
+        value = without_fields(np.asarray(value))
         if not value.flags.c_contiguous:
             source, value = value, np.empty(value.shape, value.dtype)
             copy_to(value, source)
