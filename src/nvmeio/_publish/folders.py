@@ -240,12 +240,13 @@ def remove_unfinished(folder: str, named: Callable[[str], bool], *, own: bool) -
     """Remove what is unfinished, of any host, whose final names are chosen.
 
     The caller holds the lock that lets no other process write such names.  With `own`,
-    remove only those of this process that it does not use any more.
+    remove only those of this process that it does not use any more.  Of other names, remove
+    those of processes of this host that have died, such as of one that fetched a copy.
     """
 
     def chosen(found: OwnerOf) -> bool:
         if not named(found["name"]):
-            return False
+            return is_dead(found)
         return is_left(found) or not (own or is_of_living(found))
 
     removed, failed = remove_left(folder, chosen)

@@ -23,7 +23,7 @@ from nvmeio._files.paths import (
 )
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
-from nvmeio._publish.names import ASIDE, final_name, is_dead, remove_left
+from nvmeio._publish.names import ASIDE, final_name
 from nvmeio.checkpoint._errors import (
     CheckpointError,
     GoneError,
@@ -573,10 +573,8 @@ class Root:
         if not names or any(name in FILES or final_name(name) in FILES for name in names):
             return
         if copies := list(filter(ATTEMPT.fullmatch, names)):
-            words = (
-                f"has a copy as an object store keeps it, {copies[0]}, which is read by "
-            )
-            words += "the URL of the store; to read it here, move its files to this folder"
+            words = f"has a copy as an object store keeps it, {copies[0]}, which is read "
+            words += "by the URL of the store; to read it here, move its files up"
         elif self.named() == step:
             words = f"is named by {LATEST}, but is no step: {what_is_in(folder)}"
         else:
@@ -625,8 +623,6 @@ class Root:
         make_folders(self.where)
         # Of this process only what an interrupted save has left, because none is going on.
         remove_unfinished(self.where, _is_name_of_ours, own=not self.lock.take())
-        # What a process of this host has left that was killed while it fetched a step.
-        remove_left(self.where, is_dead)
 
     def release(self) -> None:
         """Release the lock."""
