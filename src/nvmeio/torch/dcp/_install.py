@@ -12,7 +12,8 @@ from nvmeio.torch.dcp._writing import FileSystemWriter
 
 __all__ = ["install", "uninstall"]
 
-_torchs: dict[str, Any] = {}
+# By module and name.
+_torchs: dict[tuple[Any, str], Any] = {}
 _EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
 
 
@@ -36,7 +37,7 @@ class _Executor:
     """
 
     def __init__(self) -> None:
-        self._theirs = _torchs[_EXECUTOR]()
+        self._theirs = _torchs[state_dict_saver, _EXECUTOR]()
 
     def execute_save(
         self,
@@ -89,16 +90,16 @@ def install(*, weights_only: bool = True) -> None:
                 f"torch {torch.__version__} is not supported: it has no _storage_utils."
                 f"{name}; pass storage_reader and storage_writer instead"
             )
-    for name, kind in ours.items():
-        found = getattr(_storage_utils, name)
-        if found not in (FileSystemReader, _AnyReader, FileSystemWriter):
-            _torchs[name] = found
-        setattr(_storage_utils, name, kind)
+    places: dict[tuple[Any, str], Any]
+    places = {(_storage_utils, name): kind for name, kind in ours.items()}
     # Versions without it save by threads only.
-    theirs = getattr(state_dict_saver, _EXECUTOR, None)
-    if theirs is not None and _EXECUTOR not in _torchs:
-        _torchs[_EXECUTOR] = theirs
-        setattr(state_dict_saver, _EXECUTOR, _Executor)
+    if hasattr(state_dict_saver, _EXECUTOR):
+        places[state_dict_saver, _EXECUTOR] = _Executor
+    for (module, name), kind in places.items():
+        found = getattr(module, name)
+        if found not in (FileSystemReader, _AnyReader, FileSystemWriter, _Executor):
+            _torchs[module, name] = found
+        setattr(module, name, kind)
 
 
 def uninstall() -> None:
@@ -111,6 +112,6 @@ def uninstall() -> None:
     >>> nvmeio.torch.dcp.install()
     >>> nvmeio.torch.dcp.uninstall()
     """
-    for name, kind in _torchs.items():
-        setattr(state_dict_saver if name == _EXECUTOR else _storage_utils, name, kind)
+    for (module, name), kind in _torchs.items():
+        setattr(module, name, kind)
     _torchs.clear()

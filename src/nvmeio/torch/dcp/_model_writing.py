@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import absolute, exists, naming, refuse_url
+from nvmeio._files.paths import exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_private, replace_file
@@ -96,8 +96,6 @@ thread_count_consolidation
         refuse_url("path", path)
         super().__init__(path, *args, **kwargs)
         self._stay()
-        whole: Any = self.consolidated_output_path
-        self.consolidated_output_path: Any = whole and os.fsdecode(absolute(whole))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the folder of the next save, as the argument `path` does."""
@@ -105,7 +103,6 @@ thread_count_consolidation
         super().reset(checkpoint_id)
         if self.enable_consolidation and os.fspath(self.path) != before:
             # Torch would write the parts beside the joined files.
-            self.consolidated_output_path = os.fspath(self.path)
             self.path = self.fs.concat_path(self.path, _hf_utils.SHARDED_DIR_NAME)
 
     def _joined_in(self) -> str:
