@@ -158,6 +158,8 @@ def _lock(descriptor: int, doing: str) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
         words = f"another {doing} here: {holder.strip() or 'unknown'}"
+        if _is_held_here(descriptor):
+            words += "; that is this process: close the other one first"
         if os.fstat(descriptor).st_nlink > 1:
             words += "; or in a copy by hard links, as of cp -al: remove this file there"
         raise BlockingIOError(errno.EAGAIN, words) from None
@@ -173,6 +175,15 @@ def _lock(descriptor: int, doing: str) -> None:
         # Without space on btrfs.  The lock is held, and what it is for may make room.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+
+
+def _is_held_here(descriptor: int) -> bool:
+    """Return whether this process has the lock of the same file."""
+    held = [each.descriptor for each in list(_of_parent) if isinstance(each, WriterLock)]
+    # Another thread may release it meanwhile.
+    with best_effort():
+        return any(os.path.sameopenfile(descriptor, it) for it in held if it >= 0)
+    return False
 
 
 def _hide_from_readers(descriptor: int) -> None:
