@@ -1186,8 +1186,10 @@ def test_a_private_file_stays_private(tmp_path):
     (tmp_path / "source" / "private").write_bytes(b"key")
     (tmp_path / "source" / "private").chmod(0o600)
     (tmp_path / "source" / "public").write_bytes(b"text")
+    (tmp_path / "source" / "secret").mkdir(mode=0o700)
+    (tmp_path / "source" / "secret" / "text").write_bytes(b"text")
     drain(tmp_path / "source", tmp_path / "far").result()
-    for name in ("private", "public"):
+    for name in ("private", "public", "secret", "secret/text", ""):
         one, other = ((tmp_path / each / name).stat().st_mode for each in ("source", "far"))
         assert oct(one) == oct(other)
 

@@ -248,8 +248,8 @@ class Drain:
             if self._made:
                 return
             mine = set(map(short_name, self.sizes))
-            for folder in self.folders:
-                self._try(folder, functools.partial(self.place.make, folder))
+            for folder, mode in self.folders.items():
+                self._try(folder, functools.partial(self.place.make, folder, mode))
                 self._try(folder, functools.partial(self.place.clean, folder, mine))
             self._made = True
 
@@ -484,20 +484,24 @@ def _is(name: str, pattern: str) -> bool:
     )
 
 
-def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
+def _files_below(source: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     """Return all folders and files below a folder, by relative path.
 
-    The files have a state (size and time) by which a change is noticed.
+    The folders have their modes, and the files a state (size and time) by which a change is
+    noticed.
     """
-    folders, states = [""], {}
-    for folder in folders:
+    folders, states = {"": os.stat(source).st_mode}, {}
+    left = deque(folders)
+    while left:
+        folder = left.popleft()
         path = os.path.join(source, folder)
         with os.scandir(path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 name = os.path.join(folder, entry.name)
                 mode = entry.stat(follow_symlinks=False).st_mode
                 if stat.S_ISDIR(mode):
-                    folders.append(name)
+                    folders[name] = mode
+                    left.append(name)
                 elif stat.S_ISREG(mode):
                     states[name] = _state_of(entry.stat())
                 else:

@@ -84,8 +84,8 @@ class Place(Protocol):
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
 
-    def make(self, folder: str) -> None:
-        """Create a folder, and those above it."""
+    def make(self, folder: str, mode: int) -> None:
+        """Create a folder, with no right that is not in a mode, and those above it."""
 
     def settle(self, folder: str) -> None:
         """Make the names in a folder durable."""
@@ -184,8 +184,10 @@ class Folder:
         # source itself.
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def make(self, folder: str) -> None:
-        make_folders(self.path(folder))
+    def make(self, folder: str, mode: int) -> None:
+        path = self.path(folder)
+        make_folders(os.path.dirname(path))
+        make_folders(path, mode=mode & 0o777 | stat.S_IRWXU)
 
     def settle(self, folder: str) -> None:
         sync_folder(self.path(folder))
@@ -352,7 +354,7 @@ class Remote:
             return None
         return None if found is None else int(found)
 
-    def make(self, folder: str) -> None:
+    def make(self, folder: str, mode: int) -> None:
         if self.root.partition("://")[0] not in _WITHOUT_FOLDERS:
             with self._connection.system() as system:
                 system.makedirs(self.path(folder), exist_ok=True)
