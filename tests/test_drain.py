@@ -1358,3 +1358,52 @@ def test_a_step_is_never_a_mixture_in_the_target(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         drain(source / "step-1", target / "step-1").result()
     assert Checkpointer(target).steps() == []
+
+
+def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, monkeypatch):
+    """As the cache of Hugging Face's hub has a model's files."""
+    source, blobs, target = (tmp_path / n for n in ("new", "blobs", "target"))
+    names = ("a.safetensors", "b.safetensors", "model.safetensors.index.json")
+    for folder in (source, blobs, target):
+        folder.mkdir()
+    for name in names:
+        (source / name).write_text("new")
+        (blobs / name).write_text("old")
+        (target / name).symlink_to(blobs / name)
+    commit = _places._FolderWriter.commit
+
+    def failing(writer):
+        if writer.target.endswith("b.safetensors"):
+            raise OSError(errno.ENOSPC, "full")
+        commit(writer)
+
+    monkeypatch.setattr(_places._FolderWriter, "commit", failing)
+    with pytest.raises(OSError, match="full"):
+        drain(source, target).result()
+    assert not (target / names[-1]).exists()
+    assert {(blobs / name).read_text() for name in names} == {"old"}
+
+
+def test_a_target_does_not_keep_the_index_of_an_older_model_that_the_source_lacks(tmp_path):
+    """As save_sharded() leaves it that was killed."""
+    source, target = tmp_path / "model", tmp_path / "far"
+    source.mkdir()
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (source / name).write_text("one")
+    drain(source, target).result()
+    (source / "model.safetensors.index.json").unlink()
+    (source / "model-00001-of-00002.safetensors").write_text("two")
+    drain(source, target).result()
+    assert not (target / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])
+def test_a_mark_stays_whose_files_are_not_replaced(tmp_path, mark):
+    source, target = tmp_path / "results", tmp_path / "far"
+    source.mkdir()
+    target.mkdir()
+    (target / mark).write_text("of a checkpoint")
+    for loss in ("1", "2"):
+        (source / "metrics.json").write_text(loss)
+        drain(source, target).result()
+    assert (target / mark).exists()

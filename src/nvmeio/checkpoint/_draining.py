@@ -17,7 +17,7 @@ import crc32c
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
-from nvmeio._files.kinds import MANIFEST, METADATA
+from nvmeio._files.kinds import MANIFEST, METADATA, TENSORS
 from nvmeio._files.paths import absolute_folder
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
@@ -60,6 +60,8 @@ _FINAL = (
 _LAST = (METADATA, MANIFEST, INDEX_NAME)
 
 
+# What they mark.  The target may have one that the source lacks, where a save was killed.
+_MARKED = {METADATA: "*.distcp", MANIFEST: TENSORS, INDEX_NAME: "*.safetensors"}
 def drain(
     source: Path,
     target: Path,
@@ -118,9 +120,9 @@ def drain(
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
     target that come after it are removed, so that the target never looks complete when it
-    is not; of several for one pattern, only those in its folder or above it.  So is the
-    ".metadata" of the target, if `source` has none.  A drain that fails before it replaces
-    a file leaves an older copy complete.
+    is not; of several for one pattern, only those in its folder or above it.  So are those
+    of the default that `source` lacks, if they mark the file.  A drain that fails before it
+    replaces a file leaves an older copy complete.
 
     Errors that a retry will not cure (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENOTDIR,
     ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
@@ -194,11 +196,10 @@ class Drain:
                 )
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
-        # Those that the target may still have from before, also where the source has none,
-        # as after a save of torch.distributed.checkpoint that was stopped.
-        self._old_last = set(self.last)
-        if METADATA in names:
-            self._old_last.update(os.path.join(folder, METADATA) for folder in folders)
+        # Those that the target may still have from before.
+        self._marked = {mark: _MARKED[mark] for mark in _MARKED.keys() & names}
+        self._old_last = {os.path.join(f, mark) for f in folders for mark in self._marked}
+        self._old_last.update(self.last)
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -359,8 +360,9 @@ class Drain:
                 # Those that come after it describe the bytes that it had.
                 begin = self.last.index(name) + 1 if name in self.last else 0
                 marks = [n for n in self.last[begin:] if self._marks(n, name)]
-                if name not in self.last:
-                    marks += [os.path.join(folder, METADATA) for folder in _above(name)]
+                for mark, pattern in self._marked.items():
+                    if name not in self.last and _is(name, pattern):
+                        marks += [os.path.join(folder, mark) for folder in _above(name)]
                 self._remove_old_last(marks)
             with self.place.writing(name) as writer:
                 if self.place.names_at_once:

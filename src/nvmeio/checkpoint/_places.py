@@ -82,7 +82,7 @@ class Place(Protocol):
         """Yield the bytes of a file, piece by piece."""
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, or None if there is no such file."""
+        """Return the size of a file in bytes; None without one, -1 if it is a link."""
 
     def make(self, folder: str, mode: int) -> None:
         """Create a folder, with no right that is not in a mode, and those above it."""
@@ -180,8 +180,9 @@ class Folder:
             found = os.lstat(self.path(name))
         except FileNotFoundError:
             return None
-        # A symbolic link counts as missing, so that a file replaces it: it may lead to the
-        # source itself.
+        # A symbolic link is replaced, whatever it leads to: that may be the source itself.
+        if stat.S_ISLNK(found.st_mode):
+            return -1
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def make(self, folder: str, mode: int) -> None:
