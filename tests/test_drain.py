@@ -1407,3 +1407,28 @@ def test_a_mark_stays_whose_files_are_not_replaced(tmp_path, mark):
         (source / "metrics.json").write_text(loss)
         drain(source, target).result()
     assert (target / mark).exists()
+
+
+def test_names_that_are_one_in_the_target_are_an_error(tmp_path):
+    memory = pytest.importorskip("fsspec.implementations.memory")
+
+    class Folding(memory.MemoryFileSystem):
+        """As SMB and exFAT, it does not tell names apart by their case."""
+
+        protocol = "folding"
+        store, pseudo_dirs = {}, [""]
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.replace("folding:", "memory:")).lower()
+
+    fsspec.register_implementation("folding", Folding, clobber=True)
+    for name, text in ("W", "one"), ("w", "two"), (".metadata", "all"):
+        (tmp_path / name).write_text(text)
+    copying = drain(tmp_path, "folding://run")
+    with pytest.raises(FileExistsError, match="'W' and 'w' have one name there"):
+        copying.result()
+    assert Folding().ls("/run", detail=False) == ["/run/w"]
+    # Where they are told apart, nothing is wrong with them.
+    assert drain(tmp_path, "memory://alike").result() == 9
+    fsspec.filesystem("memory").store.clear()

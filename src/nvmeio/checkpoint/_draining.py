@@ -8,7 +8,8 @@ import os
 import stat
 import threading
 import time
-from collections import deque
+import unicodedata
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
 
@@ -48,6 +49,7 @@ PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
 
 # Errors that a retry will not cure.
 _FINAL = (
+    errno.EEXIST,
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EROFS,
@@ -58,10 +60,10 @@ _FINAL = (
 )
 # The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (METADATA, MANIFEST, INDEX_NAME)
-
-
 # What they mark.  The target may have one that the source lacks, where a save was killed.
 _MARKED = {METADATA: "*.distcp", MANIFEST: TENSORS, INDEX_NAME: "*.safetensors"}
+
+
 def drain(
     source: Path,
     target: Path,
@@ -124,8 +126,11 @@ def drain(
     of the default that `source` lacks, if they mark the file.  A drain that fails before it
     replaces a file leaves an older copy complete.
 
-    Errors that a retry will not cure (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENOTDIR,
-    ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
+    New folders and files of a mounted file system give nobody a right that their source
+    does not give.
+
+    Errors that a retry will not cure (EEXIST, ENOSPC, EDQUOT, EROFS, EACCES, EPERM,
+    ENOTDIR, ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
 
     Examples
     --------
@@ -269,6 +274,7 @@ class Drain:
         if self._failed is not None:
             return
         self._settle(self.folders)
+        self._compare_alike()
         # From here on, cancel() returns False.
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
@@ -283,6 +289,21 @@ class Drain:
             # there, or they would have been removed.
             self._remove([name for name in self.last if name not in self._old_last])
             raise
+
+    def _compare_alike(self) -> None:
+        """Raise FileExistsError if the target has one file for names of several."""
+        alike = defaultdict(list)
+        for name in self.sizes.keys() - set(self.last):
+            alike[unicodedata.normalize("NFC", name).casefold()].append(name)
+        for names in alike.values():
+            for name in names if len(names) > 1 else ():
+                self._try(name, functools.partial(self._require, name, sorted(names)))
+
+    def _require(self, name: str, alike: list[str]) -> None:
+        with File(os.path.join(self.source, name)) as file:
+            if not self._is_there(name, file, self.sizes[name]):
+                words = f"{' and '.join(map(repr, alike))} have one name there"
+                raise FileExistsError(errno.EEXIST, words)
 
     def _look_at_source(self) -> None:
         """Raise CheckpointError if a file of the source has changed."""
