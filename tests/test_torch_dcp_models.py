@@ -491,10 +491,16 @@ def test_ranks_without_collectives_save_and_load(tmp_path):
     assert not os.path.exists(shared)
 
 
+def caching_planner(tmp_path):
+    # torch caches plans by the name of the planner's class.
+    kind = type(tmp_path.name, (dcp.DefaultSavePlanner,), {})
+    return kind(enable_plan_caching=True)
+
+
 def test_a_planner_that_caches_plans_works(tmp_path):
     for seed in (1, 2):
         writer = HuggingFaceStorageWriter(str(tmp_path))
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        planner = caching_planner(tmp_path)
         dcp.save(state_of(seed), storage_writer=writer, planner=planner, no_dist=True)
         assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
 
@@ -593,13 +599,29 @@ def test_ranks_whose_plans_are_cached_are_refused(tmp_path):
     """The files of two saves could not be told apart."""
     for seed in (1, 2):
         writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        planner = caching_planner(tmp_path)
         arguments = {"storage_writer": writer, "planner": planner, "no_dist": True}
         if seed == 1:
             dcp.save(state_of(seed), **arguments)
             continue
         with pytest.raises(CheckpointException, match="use enable_plan_caching=False"):
             dcp.save(state_of(seed), **arguments)
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+
+
+def test_several_files_whose_plan_is_cached_are_refused(tmp_path):
+    """If the save died between two of them, nothing would tell the mixture."""
+    for seed in (1, 2):
+        state = state_of(seed)
+        files = {name: number for number, name in enumerate(state, 1)}
+        writer = HuggingFaceStorageWriter(str(tmp_path), files)
+        planner = caching_planner(tmp_path)
+        arguments = {"storage_writer": writer, "planner": planner, "no_dist": True}
+        if seed == 1:
+            dcp.save(state, **arguments)
+            continue
+        with pytest.raises(CheckpointException, match="use enable_plan_caching=False"):
+            dcp.save(state, **arguments)
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
 
 

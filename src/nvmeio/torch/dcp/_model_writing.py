@@ -165,20 +165,17 @@ thread_count_consolidation
         # A planner that caches plans returns them without storage_data.
         told = plan.storage_data or {}
         token = told.get("save")
-        if (
-            self.save_distributed
-            and self.use_collectives
-            and not (token and is_told_first(token))
-        ):
-            raise ValueError(
-                "the planner caches plans, so the files of two saves could not be told "
-                "apart; use enable_plan_caching=False, or save_distributed=False"
-            )
+        is_cached = self.use_collectives and not (token and is_told_first(token))
         parts: list[str] = []
         self._save.names = parts
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
         highest = told.get("files") or (max(mapping.values()) if mapping else 1)
+        if is_cached and (self.save_distributed or highest > 1 or _has_other_ranks()):
+            raise ValueError(
+                "the planner caches plans, so the files of two saves could not be told "
+                "apart; use enable_plan_caching=False"
+            )
         results = []
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
         for index, items in buckets.items():
