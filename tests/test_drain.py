@@ -186,6 +186,22 @@ def test_last_files_are_copied_last_and_unchanged_files_not_again(
     assert (tmp_path / "target" / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "model.safetensors.index.json",
+        "unet/diffusion_pytorch_model.safetensors.index.fp16.json",
+        "pytorch_model.bin.index.json",
+    ],
+)
+def test_the_index_of_a_model_is_copied_last(source, tmp_path, watched, index):
+    (source / ".metadata").unlink()
+    (source / index).parent.mkdir(exist_ok=True)
+    (source / index).write_bytes(pattern(6 << 20))
+    drain(source, tmp_path / "target").result()
+    assert watched[0].done[-1] == index
+
+
 def test_a_passing_error_is_retried(tmp_path, watched, drain_with):
     future = drain_with({"empty": [OSError(errno.EIO, "no")] * 3})
     assert future.result() > 0

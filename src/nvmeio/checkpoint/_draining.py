@@ -59,7 +59,7 @@ _FINAL = (
     errno.ENAMETOOLONG,
 )
 # The default of `last`; unlike a caller's names, these need not exist.
-_LAST = (METADATA, MANIFEST, INDEX_NAME)
+_LAST = (METADATA, MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
 _MARKED = {METADATA: "*.distcp", MANIFEST: TENSORS, INDEX_NAME: "*.safetensors"}
 
@@ -85,8 +85,8 @@ def drain(
     last : collection of str, optional
         The files that mark the others as complete, as patterns of names or of paths below
         `source`.  They are copied in this order, once all other files are durable.  Each
-        pattern must match a file, except the default: ".metadata", "manifest.json" and
-        "model.safetensors.index.json".
+        pattern must match a file, except the default: ".metadata", "manifest.json", and
+        "*.index.json" and "*.index.*.json", such as "model.safetensors.index.json".
     retries : int, default 3
         How often to retry a file after an error (0 to 1000), after growing pauses.
     bandwidth : float, optional
@@ -202,7 +202,11 @@ class Drain:
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
         # Those that the target may still have from before.
-        self._marked = {mark: _MARKED[mark] for mark in _MARKED.keys() & names}
+        self._marked = {
+            mark: files
+            for mark, files in _MARKED.items()
+            if any(_is(mark, pattern) for pattern in names)
+        }
         self._old_last = {os.path.join(f, mark) for f in folders for mark in self._marked}
         self._old_last.update(self.last)
         # Largest first, so that no thread is left with a large one at the end.
