@@ -221,7 +221,7 @@ def test_a_new_file_is_closed_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", replaced)
     nvmeio.write_file(ARRAY, tmp_path / "data")
     place = place_of(tmp_path)
-    with place.writing("copy") as writer:
+    with place.writing("copy", 0o644) as writer:
         writer.write(np.zeros(10, np.uint8))
         writer.finish()
         writer.commit()

@@ -96,13 +96,13 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.place, name)
 
-    def writing(self, name):
+    def writing(self, name, mode):
         self.done.append(name)
         self.reached.set()
         self.held.wait()
         if self.failures.get(name):
             raise self.failures[name].pop(0)
-        return self.place.writing(name)
+        return self.place.writing(name, mode)
 
 
 @pytest.fixture
@@ -148,11 +148,11 @@ def copies(monkeypatch):
         ends = ""
         begun, go_on = threading.Event(), threading.Event()
 
-    def held(place, name):
+    def held(place, name, mode):
         if name.endswith(Copies.ends):
             Copies.begun.set()
             Copies.go_on.wait()
-        return writing(place, name)
+        return writing(place, name, mode)
 
     monkeypatch.setattr(_places.Folder, "writing", held)
     yield Copies
@@ -532,10 +532,10 @@ def test_a_copy_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, far):
     kind = _places.Remote if str(far).startswith("memory") else _places.Folder
     writing = kind.writing
 
-    def fail(place, name):
+    def fail(place, name, mode):
         if name.endswith("tree.json"):
             raise OSError(errno.ENOSPC, "no room")
-        return writing(place, name)
+        return writing(place, name, mode)
 
     monkeypatch.setattr(kind, "writing", fail)
     saver.save(5, {**state_of(2), "more": 1})
@@ -1208,6 +1208,21 @@ def test_a_private_file_stays_private(tmp_path):
     for name in ("private", "public", "secret", "secret/text", ""):
         one, other = ((tmp_path / each / name).stat().st_mode for each in ("source", "far"))
         assert oct(one) == oct(other)
+
+
+def test_the_mode_of_a_file_that_belongs_to_its_mount_is_not_changed(
+    source, tmp_path, monkeypatch
+):
+    """As on exFAT, or on FUSE with uid=, for a user who is not that one."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    (source / "empty").chmod(0o600)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "chmod", refuse)
+    drain(source, tmp_path / "target").result()
+    assert stat.S_IMODE((tmp_path / "target" / "empty").stat().st_mode) == 0o600
 
 
 def test_each_of_the_last_files_costs_one_sync_of_its_folder(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
             raise
         with (
             replacement(target) as temporary,
-            _in_folder(lambda: new_file(temporary, private=is_old)) as file,
+            _in_folder(lambda: new_file(temporary, 0o600 if is_old else 0o666)) as file,
         ):
             if not is_link:
                 become_like(file.fileno(), target)
@@ -107,18 +107,17 @@ def _check_proc() -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-def new_file(path: str, *, private: bool = False) -> File:
-    """Create a file with a temporary name; `private` if it will get the mode of another."""
-    if private:
-        new_private(path)
-    file = open_for_writing(path, new=not private)
+def new_file(path: str, mode: int = 0o666) -> File:
+    """Create a file with a temporary name, and no right that is not in a mode."""
+    new_empty(path, mode)
+    file = open_for_writing(path)
     show_use(file)
     return file
 
 
-def new_private(path: str) -> None:
-    """Create a file that no other user can open, until it gets another mode."""
-    opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600).close()
+def new_empty(path: str, mode: int) -> None:
+    """Create an empty file, with no right that is not in a mode."""
+    opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
 
 
 def unnamed_file(folder: str) -> File:
@@ -130,7 +129,7 @@ def unnamed_file(folder: str) -> File:
             raise
     # Create a named file, and remove its name.
     with TemporaryName(temporary_name(os.path.join(folder, "unnamed"))) as path:
-        new_private(path)
+        new_empty(path, 0o600)
         return owned(File(path, "r+"))
 
 

@@ -389,10 +389,9 @@ class Drain:
                     if name not in self.last and _is(name, pattern):
                         marks += [os.path.join(folder, mark) for folder in _above(name)]
                 self._remove_old_last(marks)
-            with self.place.writing(name) as writer:
+            with self.place.writing(name, before.st_mode) as writer:
                 if self.place.names_at_once:
                     self._old_last.discard(name)
-                writer.restrict(before.st_mode)
                 expected, seen = 0, Checksums(self._block_bytes)
                 record = self._records.get(name)
                 for piece in pieces_of(file, size):

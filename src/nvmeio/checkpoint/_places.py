@@ -44,9 +44,6 @@ _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 class Writer(Protocol):
     """A file that is being written, before it has its name."""
 
-    def restrict(self, mode: int) -> None:
-        """Give nobody but the owner a right that is not in a mode."""
-
     def write(self, piece: Bytes) -> None:
         """Append bytes."""
 
@@ -72,8 +69,11 @@ class Place(Protocol):
     def free_bytes(self) -> int | None:
         """Return how many bytes are free; None if that is unknown."""
 
-    def writing(self, name: str) -> "contextlib.AbstractContextManager[Writer]":
-        """Write a file, which counts once it is committed."""
+    def writing(self, name: str, mode: int) -> contextlib.AbstractContextManager[Writer]:
+        """Write a file, which counts once it is committed.
+
+        Nobody else has a right to it that is not in a mode; a store has its own rules.
+        """
 
     def abandon(self, name: str) -> None:
         """Remove a file that was not committed, after the last try."""
@@ -161,9 +161,10 @@ class Folder:
         return os.path.join(self._path, name) if name else self._path
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator["_FolderWriter"]:
+    def writing(self, name: str, mode: int) -> Iterator["_FolderWriter"]:
         temporary = TemporaryName(self.path(temporary_name(name)))
-        with temporary as path, new_file(path) as file:
+        # Not by fchmod(2), which a mount refuses whose files belong to another user.
+        with temporary as path, new_file(path, mode & 0o666 | 0o600) as file:
             yield _FolderWriter(file, temporary, path, self.path(name))
 
     def abandon(self, name: str) -> None:
@@ -209,11 +210,6 @@ class _FolderWriter:
     def __init__(self, file: File, name: TemporaryName, path: str, target: str) -> None:
         self.file, self._name, self.unnamed, self.target = file, name, path, target
         self.written = 0
-
-    def restrict(self, mode: int) -> None:
-        now, mode = stat.S_IMODE(os.fstat(self.file.fileno()).st_mode), mode | stat.S_IRWXU
-        if now & ~mode:
-            os.fchmod(self.file.fileno(), now & mode)
 
     def write(self, piece: Bytes) -> None:
         default_handle().write(piece, self.file, self.written)
@@ -307,7 +303,7 @@ class Remote:
         return None
 
     @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator["_RemoteWriter"]:
+    def writing(self, name: str, mode: int) -> Iterator["_RemoteWriter"]:
         with self._connection.system() as system:
             before = self.size(name)
             writer = _RemoteWriter(self, name, system.open(self.path(name), "wb"))
@@ -415,9 +411,6 @@ class _RemoteWriter:
         self.stream = stream
         self.committed = self.finished = False
         self.given = 0
-
-    def restrict(self, mode: int) -> None:
-        """Do nothing: a store has its own rules."""
 
     def write(self, piece: Bytes) -> None:
         view = piece.data

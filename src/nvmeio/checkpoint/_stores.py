@@ -136,7 +136,7 @@ class Store:
             if step is None:
                 self._files.remove(LATEST)
             elif not (text := self._latest()).strip(b"\0") or named_in(text) is not None:
-                with self._files.writing(LATEST) as writer:
+                with self._files.writing(LATEST, 0o666) as writer:
                     writer.write(np.frombuffer(b"step-%d\n" % step, np.uint8))
                     writer.finish()
                     writer.commit()

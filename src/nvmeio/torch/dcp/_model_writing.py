@@ -35,7 +35,7 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.files import new_private, replace_file
+from nvmeio._publish.files import new_empty, replace_file
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.replacing import alone_in, replacing_model
@@ -360,7 +360,8 @@ def _create_like(path: str, old: str) -> None:
     """Create an empty file that may be read by those who may read an old one."""
     if os.path.isfile(old) and not os.path.islink(old):
         with naming(path):
-            new_private(path)
+            # For nobody else, until it gets the mode of the old one.
+            new_empty(path, 0o600)
             with descriptors.opened(path, os.O_WRONLY) as descriptor:
                 become_like(descriptor, old)
 
