@@ -861,7 +861,8 @@ def test_a_removed_step_does_not_come_back(tmp_path, far):
     other.close()
 
 
-def test_a_partly_replaced_copy_has_no_manifest(source, tmp_path, drain_with):
+def test_a_partly_replaced_copy_has_no_manifest(source, tmp_path, drain_with, monkeypatch):
+    monkeypatch.setattr(_draining, "FILES", 1)
     target = tmp_path / "target"
     drain(source, target).result()
     (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 8))
@@ -1463,3 +1464,23 @@ def test_names_that_are_one_in_the_target_are_an_error(tmp_path):
     # Where they are told apart, nothing is wrong with them.
     assert drain(tmp_path, "memory://alike").result() == 9
     fsspec.filesystem("memory").store.clear()
+
+
+def test_a_drain_that_replaced_nothing_leaves_an_older_copy_complete(tmp_path, monkeypatch):
+    source, target = tmp_path / "checkpoint", tmp_path / "far"
+    source.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (source / name).write_text("one")
+    drain(source, target).result()
+    (source / "__0_0.distcp").write_text("two")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(_places._FolderWriter, "write", full)
+    with pytest.raises(OSError, match="full"):
+        drain(source, target).result()
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        ".metadata": "one",
+        "__0_0.distcp": "one",
+    }

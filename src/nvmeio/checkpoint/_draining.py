@@ -381,6 +381,7 @@ class Drain:
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
+            marks: list[str] = []
             if there is not None:
                 # Those that come after it describe the bytes that it had.
                 begin = self.last.index(name) + 1 if name in self.last else 0
@@ -388,6 +389,7 @@ class Drain:
                 for mark, pattern in self._marked.items():
                     if name not in self.last and _is(name, pattern):
                         marks += [os.path.join(folder, mark) for folder in _above(name)]
+            if self.place.names_at_once:
                 self._remove_old_last(marks)
             with self.place.writing(name, before.st_mode) as writer:
                 if self.place.names_at_once:
@@ -415,6 +417,8 @@ class Drain:
                         f"{size} bytes with the checksum {expected:08x} were written, but "
                         f"{nbytes} with {found:08x} were read back"
                     )
+                # Not before: an older copy is whole until a file of it is replaced.
+                self._remove_old_last(marks)
                 writer.commit()
                 self._old_last.discard(name)
 
