@@ -235,3 +235,16 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path, roots):
     found = together(tmp_path, work.agree, 2, roots=roots, broken=1)
     assert found[0] == found[1]
     assert "rank 1 cannot read its checkpoints: OSError: [Errno 5] broken" in found[0]
+
+
+def test_copies_that_cannot_be_listed_keep_nobody_from_agreeing_on_what_is_here(
+    tmp_path, monkeypatch
+):
+    memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
+    with Checkpointer(tmp_path / "run", drain_to=f"memory://{tmp_path}/ranks") as saver:
+        saver.save(20, "state")
+        saver.drained.result()
+        monkeypatch.setattr(memory, "ls", lambda *_, **__: 1 / 0)
+        with pytest.warns(RuntimeWarning, match="cannot be listed"):
+            assert saver.agreed_step() == 20
+        assert saver.restore(20) == "state"

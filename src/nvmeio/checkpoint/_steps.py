@@ -37,6 +37,8 @@ class Steps:
         self.copies: StepPlace | None = None
         # The identity of the save that all ranks have agreed on, by step.
         self.agreed: dict[int, str] = {}
+        # Whether the copies could be listed when ``names`` was called last.
+        self._listed = True
 
     def read(
         self, step: int | None, read: Any, files: Collection[str] = FILES
@@ -164,7 +166,10 @@ class Steps:
 
     def identities(self, step: int) -> list[str]:
         """Return the identities of what has a step, root and copy, whatever lists say."""
-        places = [self.root] if self.copies is None else [self.root, self.copies]
+        places: list[StepPlace] = [self.root]
+        # As restore() does, which reads what is here if the copies cannot be listed.
+        if self.copies is not None and self._listed:
+            places.append(self.copies)
         return [found for place in places if (found := place.identity(step)) is not None]
 
     def names(self, *, level: int) -> list[int]:
@@ -173,6 +178,7 @@ class Steps:
         Raises and warns as ``listed``.
         """
         copied, unlisted = self.copied(level=level)
+        self._listed = unlisted is None
         if unlisted is not None and next(self.complete(copied), None) is None:
             raise unlisted
         return list({*self.going_down(copied)})
