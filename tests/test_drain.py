@@ -1484,3 +1484,29 @@ def test_a_drain_that_replaced_nothing_leaves_an_older_copy_complete(tmp_path, m
         ".metadata": "one",
         "__0_0.distcp": "one",
     }
+
+
+def test_an_error_of_a_package_with_a_constructor_of_its_own_disturbs_no_save(
+    tmp_path, monkeypatch
+):
+    """As that of paramiko, when a server of SFTP does not answer."""
+
+    class UnreachableError(OSError):
+        def __init__(self, errors):
+            super().__init__(None, f"cannot connect to {errors.keys()}")
+
+    def unreachable(*_):
+        raise UnreachableError({"host": 22})
+
+    root = tmp_path / "run"
+    Checkpointer(root).save(1, {"epoch": 1})
+    monkeypatch.setattr(fsspec.core, "url_to_fs", unreachable)
+    checkpointer = Checkpointer(root, drain_to="memory://run")
+    with pytest.warns(RuntimeWarning, match="cannot be listed: .*host"):
+        assert checkpointer.restore() == {"epoch": 1}
+    with pytest.warns(RuntimeWarning, match="cannot be listed: .*host"):
+        checkpointer.save(2, {"epoch": 2})
+    with pytest.raises(UnreachableError):
+        checkpointer.close()
+    with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="cannot be listed"):
+        Checkpointer(tmp_path / "none", drain_to="memory://run").restore()

@@ -23,9 +23,9 @@ def step_of(step: Any) -> int:
 
 
 def _with(error: Exception, words: str) -> Exception:
-    """Return an error of the same type whose message ends in `words`."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return type(error)(error.errno, f"{error.strerror}; {words}", error.filename)
+    """Return an error of a root whose message ends in `words`."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, f"{error.strerror}; {words}", error.filename)
     return type(error)(f"{error}; {words}")
 
 
@@ -232,7 +232,9 @@ class Steps:
             # fsspec may raise any type.
             where = self.copies.where
             words = f"the copies in {where} cannot be listed: {error or repr(error)}"
-            if isinstance(error, FileNotFoundError) or not isinstance(error, OSError):
+            number = error.errno if isinstance(error, OSError) else None
+            if number is None or isinstance(error, FileNotFoundError):
+                # Not of its own type, whose arguments are unknown.
                 kind = f"{words} ({type(error).__name__})"
                 return [], OSError(errno.EIO, kind, where), words
-            return [], _with(error, words) if error.errno is None else error, words
+            return [], error, words
