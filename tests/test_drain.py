@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import ftplib
 import functools
 import io
 import json
@@ -1510,3 +1511,83 @@ def test_an_error_of_a_package_with_a_constructor_of_its_own_disturbs_no_save(
         checkpointer.close()
     with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="cannot be listed"):
         Checkpointer(tmp_path / "none", drain_to="memory://run").restore()
+
+
+def test_a_store_with_an_error_of_its_own_for_a_missing_file_is_copied_to(
+    source, monkeypatch
+):
+    """As FTP, of which fsspec passes the error on."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    remove = type(system).rm_file
+
+    def rm_file(system, path):
+        if not system.exists(path):
+            raise ValueError("550 No such file or directory.")
+        remove(system, path)
+
+    monkeypatch.setattr(type(system), "rm_file", rm_file)
+    (source / ".metadata").unlink()
+    drain(source, "memory://odd").result()
+    (source / "__0_0.distcp").write_bytes(b"of the second save")
+    drain(source, "memory://odd").result()
+    assert system.cat("/odd/__0_0.distcp") == b"of the second save"
+    system.store.clear()
+
+
+def test_an_error_of_ftp_that_passes_does_not_mean_that_there_is_no_checkpoint(
+    tmp_path, monkeypatch
+):
+    """fsspec turns each into FileNotFoundError."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    with Checkpointer(tmp_path / "run", drain_to="memory://ftp") as checkpointer:
+        checkpointer.save(1, {"epoch": 1})
+
+    def refuse(_, path, *args, **options):
+        try:
+            raise ftplib.error_temp("425 Can't open data connection.")
+        except ftplib.Error:
+            try:
+                next(iter(()))
+            except StopIteration as error:
+                raise FileNotFoundError(path) from error
+
+    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="memory://ftp")
+    with monkeypatch.context() as patch:
+        for name in ("ls", "info", "cat_file"):
+            patch.setattr(type(system), name, refuse)
+        with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="425") as told:
+            elsewhere.restore()
+        assert not isinstance(told.value, FileNotFoundError)
+    assert elsewhere.restore() == {"epoch": 1}
+    system.store.clear()
+
+
+def test_a_store_whose_errors_are_of_a_class_of_their_own_is_copied_to(
+    tmp_path, monkeypatch
+):
+    """As SMB's, which have the errno ENOENT, but are no FileNotFoundError."""
+
+    class SMBError(OSError):
+        pass
+
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    for name in ("ls", "info", "cat_file", "rm_file"):
+        real = getattr(type(system), name)
+
+        def act(*args, real=real, **options):
+            try:
+                return real(*args, **options)
+            except FileNotFoundError:
+                raise SMBError(errno.ENOENT, "no such file") from None
+
+        monkeypatch.setattr(type(system), name, act)
+    with Checkpointer(tmp_path / "run", keep=1, drain_to="memory://smb") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"epoch": step})
+            checkpointer.drained.result()
+    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="memory://smb")
+    assert elsewhere.restore() == {"epoch": 2}
+    system.store.clear()

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -266,18 +267,39 @@ class Connection:
         """Yield the file system; after an error in the block, the next one is new."""
         try:
             yield self._found()[0]
-        except FileNotFoundError:
-            raise
-        except Exception:
-            # The server may have been restarted.
-            self._shared = {}
-            self._here.__dict__.clear()
-            raise
+        except Exception as error:
+            known = _translated(error)
+            if not isinstance(known, FileNotFoundError):
+                self._forget()
+            if known is error:
+                raise
+            raise known from error
+
+    def _forget(self) -> None:
+        # The server may have been restarted.
+        self._shared = {}
+        self._here.__dict__.clear()
 
     @property
     def base(self) -> str:
         """The URL's path."""
         return self._found()[1]
+
+
+def _translated(error: Exception) -> Exception:
+    """Return an error of a file system of fsspec as that of a local one would be."""
+    if isinstance(error, FileNotFoundError):
+        # As of FTP, where it follows anything that a server has said, such as being busy.
+        of_ftp: Any = getattr(sys.modules.get("ftplib"), "Error", ())
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, of_ftp) and not str(cause).startswith(("450", "550")):
+                return OSError(errno.EREMOTEIO, str(cause))
+            cause = cause.__cause__ or cause.__context__
+    elif getattr(error, "errno", None) == errno.ENOENT:
+        # As of SMB, whose class is one of its own.
+        return FileNotFoundError(errno.ENOENT, str(error))
+    return error
 
 
 class Remote:
@@ -388,8 +410,15 @@ class Remote:
 
     def remove(self, name: str) -> None:
         # Not by rm(), which would treat brackets in a name as a pattern.
-        with contextlib.suppress(FileNotFoundError), self._connection.system() as system:
-            system.rm_file(self.path(name))
+        try:
+            with self._connection.system() as system:
+                system.rm_file(self.path(name))
+        except FileNotFoundError:
+            pass
+        except Exception:
+            # FTP has an error of its own for a file that is not there.
+            if self.size(name) is not None:
+                raise
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder, where there are folders."""
