@@ -722,6 +722,23 @@ def test_a_connection_that_was_closed_is_made_anew(tmp_path, monkeypatch, shared
     assert value(other.restore()) == 4
 
 
+def test_credentials_that_were_renewed_are_read_after_an_error(tmp_path, monkeypatch):
+    """As those of S3 in a file, which fsspec's object has read once."""
+    monkeypatch.setattr(Closed, "store", {})
+    monkeypatch.setattr(Closed, "async_impl", True)
+    monkeypatch.setattr(_places, "_WITHOUT_FOLDERS", {"closed"})
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    with Checkpointer(tmp_path / "near", drain_to="closed://bucket/run") as saver:
+        saver.save(1, {"w": np.full(5000, 1)})
+        saver.drained.result()
+        Closed.closed += 1
+        saver.save(2, {"w": np.full(5000, 2)})
+        with pytest.raises(OSError, match="Socket is closed"):
+            saver.drained.result()
+        saver.save(3, {"w": np.full(5000, 3)})
+        saver.drained.result()
+
+
 class Shell(Shelf):
     """As sshfs: fsspec's own rmdir() does nothing, and rm() removes an empty folder."""
 

@@ -276,9 +276,12 @@ class Connection:
             raise known from error
 
     def _forget(self) -> None:
-        # The server may have been restarted.
+        # The server may have been restarted, or there are new credentials in a file.
+        found = (self._shared or self._here.__dict__).get("found")
         self._shared = {}
         self._here.__dict__.clear()
+        if found is not None:
+            type(found[0]).clear_instance_cache()
 
     @property
     def base(self) -> str:
