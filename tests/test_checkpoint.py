@@ -604,6 +604,29 @@ class TestARemovedLock:
                 saver.remove(1)
             assert same(saver.restore(), state_of(1))
 
+    @pytest.mark.parametrize("anew", [False, True])
+    def test_one_that_another_host_of_nfs_has_removed_is_taken_anew(
+        self, tmp_path, monkeypatch, anew
+    ):
+        """The server does not know the open file any more."""
+        fstat = os.fstat
+        with Checkpointer(tmp_path) as saver:
+            saver.save(1, state_of(1))
+            stale = saver._steps.root.lock.descriptor
+            (tmp_path / ".nvmeio-lock").unlink()
+            if anew:
+                (tmp_path / ".nvmeio-lock").touch()
+
+            def of_server(descriptor):
+                if descriptor == stale:
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+                return fstat(descriptor)
+
+            monkeypatch.setattr(os, "fstat", of_server)
+            saver.save(2, state_of(2))
+            monkeypatch.undo()
+            assert saver.steps() == [1, 2]
+
 
 class TestAsync:
     """save_async(): when it returns, a second one meanwhile, and errors."""

@@ -16,7 +16,7 @@ from nvmeio._arguments.types import HasFileno
 from nvmeio._events.forks import call_in_child
 from nvmeio._events.listener import Pauses
 from nvmeio._files.descriptors import Descriptor, best_effort, opened
-from nvmeio._files.paths import leads_to, naming
+from nvmeio._files.paths import leads_to, naming, stat_of
 
 __all__ = [
     "FileLock",
@@ -122,7 +122,8 @@ class WriterLock(_Lock):
         """Whether the lock is held, but its directory has been moved or mounted over."""
         if self.descriptor < 0 or self.has_name:
             return False
-        return os.fstat(self.descriptor).st_nlink > 0
+        found = stat_of(self.descriptor)
+        return found is not None and found.st_nlink > 0
 
     def require(self) -> None:
         """Raise BlockingIOError if the lock's file was removed since it was taken."""

@@ -27,7 +27,7 @@ __all__ = [
     "refuse_url",
     "resolved",
 ]
-__all__ += ["synced_folder"]
+__all__ += ["stat_of", "synced_folder"]
 
 
 # str(pathlib.Path("s3://bucket/run")) is "s3:/bucket/run".
@@ -172,7 +172,9 @@ def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool
     """Return whether a path leads to an open file or folder."""
     try:
         there = os.stat(path, follow_symlinks=follow)
-        if os.path.samestat(there, os.fstat(descriptor)):
+        if (here := stat_of(descriptor)) is None:
+            return False
+        if os.path.samestat(there, here):
             return True
         # Some FUSE file systems give a file another inode number each time.
         flags = os.O_PATH if follow else os.O_PATH | os.O_NOFOLLOW
@@ -181,6 +183,16 @@ def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool
     except FileNotFoundError:
         # Or there is no /proc.
         return False
+
+
+def stat_of(descriptor: int) -> os.stat_result | None:
+    """Return the status of an open file; None if another host of NFS has removed it."""
+    try:
+        return os.fstat(descriptor)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None
 
 
 def has_name(descriptor: int) -> bool:
