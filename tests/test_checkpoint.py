@@ -627,6 +627,35 @@ class TestARemovedLock:
             monkeypatch.undo()
             assert saver.steps() == [1, 2]
 
+    def test_one_that_a_server_has_forgotten_is_not_held(self, tmp_path):
+        """As that of NFS forgets the locks of a host that was away for longer."""
+        with Checkpointer(tmp_path, keep=1) as first, Checkpointer(tmp_path) as second:
+            first.save(1, state_of(1))
+            fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+            second.save(2, state_of(2))
+            for call in (lambda: first.save(3, state_of(3)), lambda: first.remove(2)):
+                with pytest.raises(BlockingIOError, match="another writes checkpoints"):
+                    call()
+            assert second.steps() == [1, 2]
+            second.close()
+            first.save(3, state_of(3))
+
+    def test_one_that_is_forgotten_during_a_save_gives_no_step(self, tmp_path, monkeypatch):
+        commit = StepFolder.commit
+        first, second = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
+
+        def late(folder, *, sync):
+            monkeypatch.undo()
+            fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+            second.save(2, state_of(2))
+            commit(folder, sync=sync)
+
+        monkeypatch.setattr(StepFolder, "commit", late)
+        with first, second:
+            with pytest.raises(BlockingIOError, match="another writes checkpoints"):
+                first.save(2, state_of(666))
+            assert same(second.restore(), state_of(2))
+
 
 class TestAsync:
     """save_async(): when it returns, a second one meanwhile, and errors."""

@@ -93,6 +93,7 @@ class WriterLock(_Lock):
 
     def _take(self) -> bool:
         if self.has_name:
+            self._hold()
             return False
         # If it was held, its directory was removed, and may have been created anew.
         with _naming_with_owner(self.path):
@@ -130,6 +131,15 @@ class WriterLock(_Lock):
         if not self.has_name:
             words = "this file of the lock was removed, so another may write here"
             raise BlockingIOError(errno.EAGAIN, words, self.path)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Lock the file again, or raise BlockingIOError if another has it now.
+
+        The server of NFS forgets the locks of a host that it has not heard of for a while.
+        """
+        with _naming_with_owner(self.path):
+            _flock(self.descriptor, self.doing)
 
     def release(self) -> None:
         """Release the lock."""
@@ -152,8 +162,8 @@ def _naming_with_owner(path: str) -> Iterator[None]:
         raise
 
 
-def _lock(descriptor: int, doing: str) -> None:
-    """Lock a file and write its holder into it; BlockingIOError names another holder."""
+def _flock(descriptor: int, doing: str) -> None:
+    """Lock a file; BlockingIOError names another holder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,6 +177,11 @@ def _lock(descriptor: int, doing: str) -> None:
     except OSError as error:
         _refuse_without_locks(error)
         raise
+
+
+def _lock(descriptor: int, doing: str) -> None:
+    """Lock a file, and write its holder into it."""
+    _flock(descriptor, doing)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
     try:
