@@ -1591,3 +1591,41 @@ def test_a_store_whose_errors_are_of_a_class_of_their_own_is_copied_to(
     elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="memory://smb")
     assert elsewhere.restore() == {"epoch": 2}
     system.store.clear()
+
+
+def test_a_changed_log_does_not_take_the_mark_of_a_checkpoint_beside_it_away(tmp_path):
+    """Or a machine that is lost meanwhile would take the only archived one with it."""
+    source, target = tmp_path / "run", tmp_path / "archive"
+    with Checkpointer(source) as checkpointer:
+        checkpointer.save(1, {"epoch": 1})
+    (source / "log").write_text("one")
+    drain(source, target).result()
+    (source / "log").write_text("two")
+    place = _places.Folder(str(target))
+    work = _draining.Drain(source, place, _draining._LAST, 0, None)
+    removed = []
+    place.remove = removed.append
+    work.start()
+    work.future.result()
+    assert removed == []
+
+
+def test_an_upload_that_fails_leaves_an_older_copy_complete(source, monkeypatch):
+    """S3 and Google's store replace an object once all of it is there."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    drain(source, "memory://whole").result()
+    (source / "__0_0.distcp").write_bytes(b"of the second save")
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(_places, "_ATOMIC", {"memory"})
+    monkeypatch.setattr(_places._RemoteWriter, "write", refuse)
+    with pytest.raises(OSError, match="no"):
+        drain(source, "memory://whole", retries=0).result()
+    assert system.cat("/whole/.metadata") == FILES[".metadata"]
+    monkeypatch.undo()
+    drain(source, "memory://whole").result()
+    assert system.cat("/whole/__0_0.distcp") == b"of the second save"
+    system.store.clear()

@@ -17,7 +17,7 @@ from nvmeio._native.file import File, open_for_writing, open_unnamed, owned
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import replacement, temporary_name
 
-__all__ = ["new_contents", "new_file", "new_private", "replace_file"]
+__all__ = ["new_contents", "new_empty", "new_file", "replace_file"]
 __all__ += ["show_use", "unnamed_file"]
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import unicodedata
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from concurrent.futures import CancelledError, Future
 
 import crc32c
@@ -122,9 +122,9 @@ def drain(
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
     target that come after it are removed, so that the target never looks complete when it
-    is not; of several for one pattern, only those in its folder or above it.  So are those
-    of the default that `source` lacks, if they mark the file.  A drain that fails before it
-    replaces a file leaves an older copy complete.
+    is not; of the default, and of several for one pattern, only those in its folder or
+    above it.  So are those of the default that `source` lacks, if they mark the file.  A
+    drain that fails before it replaces a file leaves an older copy complete.
 
     New folders and files of a mounted file system give nobody a right that their source
     does not give.
@@ -190,9 +190,9 @@ class Drain:
         self.folders, self._made = folders, False
         named = [[n for n in sorted(self.sizes) if _is(n, pattern)] for pattern in names]
         self.last = list(dict.fromkeys(name for found in named for name in found))
-        # Those that mark all files.  Of several, such as one of each step in a folder of
-        # steps, each marks what is in its folder.
-        self._alone = {found[0] for found in named if len(found) == 1}
+        # A caller's name that only one file has marks all files.  Others, such as one of
+        # each step in a folder of steps, mark what is in their folder.
+        self._alone = {found[0] for found in named if len(found) == 1 and last is not _LAST}
         for pattern in names:
             optional = last is _LAST or pattern == METADATA
             if not optional and not any(_is(n, pattern) for n in self.sizes):
@@ -388,12 +388,17 @@ class Drain:
                 marks = [n for n in self.last[begin:] if self._marks(n, name)]
                 for mark, pattern in self._marked.items():
                     if name not in self.last and _is(name, pattern):
-                        marks += [os.path.join(folder, mark) for folder in _above(name)]
-            if self.place.names_at_once:
-                self._remove_old_last(marks)
+                        marks.append(os.path.join(os.path.dirname(name), mark))
+
+            def replace(at: str) -> None:
+                """Remove the marks if the file is replaced here, and not before or after."""
+                if at == self.place.replaced_at:
+                    self._remove_old_last(marks)
+                    if at != "commit":
+                        self._old_last.discard(name)
+
+            replace("open")
             with self.place.writing(name, before.st_mode) as writer:
-                if self.place.names_at_once:
-                    self._old_last.discard(name)
                 expected, seen = 0, Checksums(self._block_bytes)
                 record = self._records.get(name)
                 for piece in pieces_of(file, size):
@@ -410,6 +415,7 @@ class Drain:
                     except CheckpointError as error:
                         # It may be good when it is read again.
                         raise _DifferentError(str(error)) from None
+                replace("finish")
                 writer.finish()
                 found, nbytes = self._sum(writer.read())
                 if (found, nbytes) != (expected, size):
@@ -417,8 +423,7 @@ class Drain:
                         f"{size} bytes with the checksum {expected:08x} were written, but "
                         f"{nbytes} with {found:08x} were read back"
                     )
-                # Not before: an older copy is whole until a file of it is replaced.
-                self._remove_old_last(marks)
+                replace("commit")
                 writer.commit()
                 self._old_last.discard(name)
 
@@ -499,13 +504,6 @@ class _Pace:
 def _state_of(found: os.stat_result) -> tuple[int, int]:
     # Not the inode: some FUSE file systems give a file another number each time.
     return found.st_size, found.st_mtime_ns
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield the folder of a file, and those above it."""
-    while name:
-        name = os.path.dirname(name)
-        yield name
 
 
 def _is(name: str, pattern: str) -> bool:

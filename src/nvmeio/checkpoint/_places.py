@@ -41,6 +41,9 @@ IDLE_S_MAX = 60
 # threads, and have a connection for each request.
 _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
+# Of these, those which replace an object as a whole, once it is complete.
+_ATOMIC = {"s3", "s3a", "gs", "gcs"}
+
 
 class Writer(Protocol):
     """A file that is being written, before it has its name."""
@@ -61,7 +64,9 @@ class Writer(Protocol):
 class Place(Protocol):
     """Files below a folder, local or remote; names are relative, with slashes."""
 
-    names_at_once: bool  # a file has its name while it is written, not from commit() on
+    @property
+    def replaced_at(self) -> str:
+        """When a file takes the place of an older one: "open", "finish" or "commit"."""
 
     @property
     def root(self) -> str:
@@ -149,7 +154,7 @@ class Folder:
     With `shown`, it is the unfinished folder of that path, which messages name.
     """
 
-    names_at_once = False
+    replaced_at = "commit"
 
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
@@ -308,10 +313,10 @@ def _translated(error: Exception) -> Exception:
 class Remote:
     """A folder of a file system of fsspec, without locks and renames."""
 
-    names_at_once = True
-
     def __init__(self, connection: Connection, root: str, folder: str = "") -> None:
         self.root = root
+        atomic = root.partition("://")[0] in _ATOMIC
+        self.replaced_at = "finish" if atomic else "open"
         self._connection, self._folder = connection, folder
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
