@@ -179,19 +179,25 @@ def save_and_fail(folder, failing):
 
 
 def save_in_a_process_after_install(folder):
-    """Save by torch's process for checkpoints, given only a folder; return its files."""
+    """Save by torch's process for checkpoints, given only a name; return its files.
+
+    Twice: that process stays in the folder in which it began.
+    """
     nvmeio.torch.dcp.install()
     try:
         process = AsyncCheckpointerType.PROCESS
-        state = {"a": torch.ones(3)}
-        saving = async_save(state, checkpoint_id=folder, async_checkpointer_type=process)
-        saving.result()
+        for each in (f"{folder}-before", folder):
+            os.mkdir(each)
+            os.chdir(each)
+            state = {"a": torch.ones(3)}
+            saving = async_save(state, checkpoint_id="a", async_checkpointer_type=process)
+            saving.result()
     finally:
         nvmeio.torch.dcp.uninstall()
         # torch's process would be waited for, for half a minute.
         for each in multiprocessing.active_children():
             each.kill()
-    return os.listdir(folder)
+    return os.listdir(os.path.join(folder, "a"))
 
 
 def stage_parts():

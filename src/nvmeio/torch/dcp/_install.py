@@ -51,6 +51,8 @@ class _Executor:
         if storage_writer is None:
             setup = _storage_utils._storage_setup
             storage_writer = setup(None, checkpoint_id, reader=False)
+            # A relative one is another folder in that process.
+            checkpoint_id = storage_writer.path
         return self._theirs.execute_save(
             state, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **options
         )
