@@ -391,7 +391,7 @@ class Drain:
                         marks.append(os.path.join(os.path.dirname(name), mark))
 
             def replace(at: str) -> None:
-                """Remove the marks if the file is replaced here, and not before or after."""
+                """Remove the marks if the file is replaced now, not earlier or later."""
                 if at == self.place.replaced_at:
                     self._remove_old_last(marks)
                     if at != "commit":
