@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvmeio._publish.names import final_name, temporary_name
+from nvmeio._publish.names import _host, final_name, temporary_name
 from nvmeio._safetensors import replacing
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
@@ -632,6 +632,18 @@ def test_files_of_failed_saves_are_removed_before_the_next_one_writes(tmp_path):
         with pytest.raises(CheckpointException):
             dcp.save(state_of(1), storage_writer=writer, no_dist=True)
         assert len(list(tmp_path.glob(".shard-*"))) == 1
+
+
+def test_a_joined_index_without_its_name_is_removed_by_the_next_save(tmp_path):
+    # Of a process that has died.
+    died = f"{_host()}-{1 << 30}-1-01234567"
+    left = tmp_path / f".model.safetensors.index.json.{died}.nvmeio-tmp"
+    left.touch()
+    writer = HuggingFaceStorageWriter(
+        str(tmp_path), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("at", ["before the lock", "in the middle", "before the index"])

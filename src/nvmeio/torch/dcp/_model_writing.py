@@ -36,7 +36,7 @@ from nvmeio._files.paths import exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_empty, replace_file
-from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
+from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.replacing import alone_in, replacing_model
 from nvmeio._safetensors.writing import Source, save
@@ -139,7 +139,7 @@ thread_count_consolidation
         # What failed saves have left, before it is missed as space.
         _remove_parts(os.fspath(self.path), self._own_prefix())
         if self.enable_consolidation:
-            _remove_parts(self._joined_in(), "")
+            _remove_parts(self._joined_in(), "", _hf_utils._metadata_fn)
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -370,9 +370,13 @@ def _is_of_writer(name: str, prefix: str) -> bool:
     return name.startswith(prefix) and _NAMED.fullmatch(name) is not None
 
 
-def _remove_parts(folder: str, prefix: str) -> None:
+def _remove_parts(folder: str, prefix: str, *others: str) -> None:
     """Remove files with temporary names, which are of no save that is complete."""
-    _, error = remove_left(folder, lambda found: _is_of_writer(found["name"], prefix))
+
+    def is_part(found: OwnerOf) -> bool:
+        return found["name"] in others or _is_of_writer(found["name"], prefix)
+
+    _, error = remove_left(folder, is_part)
     if error is not None:
         log_left(error)
 
