@@ -605,10 +605,11 @@ class TestARemovedLock:
             assert same(saver.restore(), state_of(1))
 
     @pytest.mark.parametrize("anew", [False, True])
-    def test_one_that_another_host_of_nfs_has_removed_is_taken_anew(
-        self, tmp_path, monkeypatch, anew
+    @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN])
+    def test_one_that_is_gone_for_its_server_is_taken_anew(
+        self, tmp_path, monkeypatch, number, anew
     ):
-        """The server does not know the open file any more."""
+        """Another host of NFS has removed it, or a FUSE server died, and another serves."""
         fstat = os.fstat
         with Checkpointer(tmp_path) as saver:
             saver.save(1, state_of(1))
@@ -619,7 +620,7 @@ class TestARemovedLock:
 
             def of_server(descriptor):
                 if descriptor == stale:
-                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+                    raise OSError(number, os.strerror(number))
                 return fstat(descriptor)
 
             monkeypatch.setattr(os, "fstat", of_server)

@@ -185,12 +185,16 @@ def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool
         return False
 
 
+# What fstat(2) says where another host of NFS has removed the file, or a FUSE server died.
+_GONE = (errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED, errno.ESHUTDOWN)
+
+
 def stat_of(descriptor: int) -> os.stat_result | None:
-    """Return the status of an open file; None if another host of NFS has removed it."""
+    """Return the status of an open file; None if no name can lead to it any more."""
     try:
         return os.fstat(descriptor)
     except OSError as error:
-        if error.errno != errno.ESTALE:
+        if error.errno not in _GONE:
             raise
         return None
 
