@@ -10,7 +10,7 @@ import threading
 import time
 import unicodedata
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
 
 import crc32c
@@ -190,9 +190,14 @@ class Drain:
         self.folders, self._made = folders, False
         named = [[n for n in sorted(self.sizes) if _is(n, pattern)] for pattern in names]
         self.last = list(dict.fromkeys(name for found in named for name in found))
+        self._order = {name: number for number, name in enumerate(self.last)}
         # A caller's name that only one file has marks all files.  Others, such as one of
         # each step in a folder of steps, mark what is in their folder.
-        self._alone = {found[0] for found in named if len(found) == 1 and last is not _LAST}
+        alone = {found[0] for found in named if len(found) == 1 and last is not _LAST}
+        self._marks_in = defaultdict(list)
+        for name in self.last:
+            folder = "" if name in alone else os.path.dirname(name)
+            self._marks_in[folder].append(name)
         for pattern in names:
             optional = last is _LAST or pattern == METADATA
             if not optional and not any(_is(n, pattern) for n in self.sizes):
@@ -384,10 +389,12 @@ class Drain:
             marks: list[str] = []
             if there is not None:
                 # Those that come after it describe the bytes that it had.
-                begin = self.last.index(name) + 1 if name in self.last else 0
-                marks = [n for n in self.last[begin:] if self._marks(n, name)]
+                place = self._order.get(name, -1)
+                for folder in _above(name):
+                    those = self._marks_in.get(folder, ())
+                    marks += [mark for mark in those if self._order[mark] > place]
                 for mark, pattern in self._marked.items():
-                    if name not in self.last and _is(name, pattern):
+                    if place < 0 and _is(name, pattern):
                         marks.append(os.path.join(os.path.dirname(name), mark))
 
             def replace(at: str) -> None:
@@ -426,11 +433,6 @@ class Drain:
                 replace("commit")
                 writer.commit()
                 self._old_last.discard(name)
-
-    def _marks(self, last: str, name: str) -> bool:
-        """Return whether one of the `last` files marks another file as complete."""
-        folder = os.path.dirname(last)
-        return last in self._alone or not folder or name.startswith(f"{folder}/")
 
     def _remove_old_last(self, names: Iterable[str]) -> None:
         """Remove some of the `last` files, which mark the target as complete, once."""
@@ -504,6 +506,13 @@ class _Pace:
 def _state_of(found: os.stat_result) -> tuple[int, int]:
     # Not the inode: some FUSE file systems give a file another number each time.
     return found.st_size, found.st_mtime_ns
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the folder of a file, and those above it."""
+    while name:
+        name = os.path.dirname(name)
+        yield name
 
 
 def _is(name: str, pattern: str) -> bool:
