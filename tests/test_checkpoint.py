@@ -640,6 +640,12 @@ class TestARemovedLock:
             assert second.steps() == [1, 2]
             second.close()
             first.save(3, state_of(3))
+            fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+            with open(tmp_path / ".nvmeio-lock") as other:
+                # As one of another process.
+                fcntl.flock(other, fcntl.LOCK_EX)
+                with pytest.raises(BlockingIOError, match="here: process [^;]*$"):
+                    first.save(4, state_of(4))
 
     def test_one_that_is_forgotten_during_a_save_gives_no_step(self, tmp_path, monkeypatch):
         commit = StepFolder.commit

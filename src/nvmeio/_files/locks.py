@@ -194,11 +194,12 @@ def _lock(descriptor: int, doing: str) -> None:
 
 
 def _is_held_here(descriptor: int) -> bool:
-    """Return whether this process has the lock of the same file."""
-    held = [each.descriptor for each in list(_of_parent) if isinstance(each, WriterLock)]
+    """Return whether another lock of this process is on the same file."""
+    locks = [each.descriptor for each in list(_of_parent) if isinstance(each, WriterLock)]
+    others = [each for each in locks if each not in (-1, descriptor)]
     # Another thread may release it meanwhile.
     with best_effort():
-        return any(os.path.sameopenfile(descriptor, it) for it in held if it >= 0)
+        return any(os.path.sameopenfile(descriptor, each) for each in others)
     return False
 
 
