@@ -963,6 +963,24 @@ def test_ranks_without_collectives_save_separate_files(tmp_path):
         assert found["said"] == [5, [0.9, 0.99]]
 
 
+def test_ranks_without_collectives_load_no_part_of_a_tensor_for_the_whole(tmp_path):
+    options = {"folder": str(tmp_path / "checkpoint"), "seed": 4}
+    together(tmp_path, work.save_together, 4, collectives=False, **options)
+    found = together(tmp_path, work.load_too_little, 2, **options)
+    assert found == [["tall", "wide"]] * 2
+    state = {"model": {"wide": torch.zeros(work.ROWS, work.COLUMNS)}}
+    with pytest.raises(ValueError, match="of the 840000 elements of 'model.wide'"):
+        dcp.load(state, storage_reader=FileSystemReader(options["folder"]), no_dist=True)
+    assert not state["model"]["wide"].any()
+
+
+def test_what_one_of_several_ranks_has_saved_is_loaded_only_there(tmp_path):
+    options = {"folder": str(tmp_path / "checkpoint"), "seed": 4}
+    together(tmp_path, work.save_on_first, 2, **options)
+    found = together(tmp_path, work.load_too_little, 2, **options)
+    assert found == [[], ["tall", "wide"]]
+
+
 def test_a_single_rank_does_not_save_over_a_checkpoint_of_all(tmp_path):
     save(tmp_path, state_of(1))
     writer = FileSystemWriter(tmp_path)

@@ -68,6 +68,29 @@ def save_together(folder, seed, by="nvmeio", collectives=True):
     dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
 
 
+def save_on_first(folder, seed):
+    """Save the state of the first rank alone, as if each rank had all of it."""
+    state = state_of(seed)
+    if dist.get_rank() == 0:
+        dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    dist.barrier()
+
+
+def load_too_little(folder, seed):
+    """Load each tensor by itself; return the names of those that are refused."""
+    refused = []
+    model = state_of(seed, filled=False)["model"]
+    for name in ("tall", "wide"):
+        state = {"model": {name: model[name]}}
+        try:
+            dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        except (CheckpointException, ValueError) as error:
+            assert f"elements of 'model.{name}'" in str(error)
+            assert not local(model[name]).any()
+            refused.append(name)
+    return refused
+
+
 def load_together(folder, seed, by="nvmeio"):
     """Load a state on all ranks; return differences, and how much was read."""
     found, expected = state_of(seed, filled=False), state_of(seed)

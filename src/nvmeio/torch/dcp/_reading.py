@@ -8,18 +8,26 @@ import functools
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from nvmeio._arguments.checks import flag
@@ -158,7 +166,9 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
     name different steps or see an old state of a shared folder, loading raises on all ranks
     before any tensor is changed.  Of a save with ``use_collectives=False`` each rank reads
     its own metadata, and nothing compares them: if a folder has files of two such saves,
-    the ranks load a mixture without an error.  Save to a new folder each time.
+    the ranks load a mixture without an error.  Save to a new folder each time.  Such a
+    save is loaded by as many ranks as have made it: loading raises ValueError if what a rank
+    has read lacks a part of a tensor that it needs, before any tensor of it is changed.
 
     A rank reads only the bytes that it needs, many at once.  They are read directly into
     its tensors if these are contiguous, on the CPU and of the same dtype as in the file.
@@ -179,6 +189,8 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
     """
 
     tries_ranks = True
+    # The names of the tensors of which the metadata describe only some parts.
+    _partial: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -200,6 +212,7 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
         found, digest = read_with_digest(path, weights_only=self.weights_only)
         # A rank's own metadata is not that of the others.
         digest = digest if kwargs.get("rank") is None else ""
+        self._partial = _partial_in(found)
         self._has_read(digest, os.path.dirname(path))
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
@@ -209,12 +222,53 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
+        _refuse_gaps(plan.items, planner, self._partial, os.fspath(self.path))
         for items in by_files(plan.items, self.storage_data):
             with contextlib.ExitStack() as stack:
                 _Reading(self, items, planner, stack).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def _nelements(parts: Iterable[Any]) -> int:
+    return sum(math.prod(part.sizes) for part in parts)
+
+
+def _partial_in(found: Metadata) -> frozenset[str]:
+    """Return the names of the tensors whose parts are not all described.
+
+    One rank alone has saved its parts: without collectives, or with ``no_dist=True``.
+    """
+    return frozenset(
+        name
+        for name, about in found.state_dict_metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+        and _nelements(about.chunks) < math.prod(about.size)
+    )
+
+
+def _refuse_gaps(
+    items: list[ReadItem], planner: LoadPlanner, partial: frozenset[str], folder: str
+) -> None:
+    """Raise ValueError for missing parts, which torch would silently not load."""
+    if not partial:
+        return
+    there: Counter[str] = Counter()
+    for item in items:
+        there[item.dest_index.fqn] += math.prod(item.lengths)
+    state = getattr(planner, "state_dict", {})
+    for name in sorted(partial.intersection(state)):
+        target = state[name]
+        if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+            continue  # this rank has no part of it
+        if there[name] < (wanted := _nelements(_create_chunk_list(target))):
+            raise ValueError(
+                f"{folder}: it has {there[name]} of the {wanted} elements of {name!r} that "
+                "this rank needs: one rank has saved its parts alone (no_dist=True or "
+                "use_collectives=False); load them on the same rank of as many, or save "
+                "from all ranks together"
+            )
 
 
 def by_files(
