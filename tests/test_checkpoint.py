@@ -644,7 +644,7 @@ class TestARemovedLock:
             with open(tmp_path / ".nvmeio-lock") as other:
                 # As one of another process.
                 fcntl.flock(other, fcntl.LOCK_EX)
-                with pytest.raises(BlockingIOError, match="here: process [^;]*$"):
+                with pytest.raises(BlockingIOError, match=r"here: process [^;]*$"):
                     first.save(4, state_of(4))
 
     def test_one_that_is_forgotten_during_a_save_gives_no_step(self, tmp_path, monkeypatch):
@@ -662,6 +662,24 @@ class TestARemovedLock:
             with pytest.raises(BlockingIOError, match="another writes checkpoints"):
                 first.save(2, state_of(666))
             assert same(second.restore(), state_of(2))
+
+    def test_one_that_is_not_granted_twice_is_held(self, tmp_path, monkeypatch):
+        """As on a mount of SMB, which looks at ranges of bytes, not at whose they are."""
+        flock, held = fcntl.flock, set()
+
+        def once(file, how):
+            if how & fcntl.LOCK_EX and file in held:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            flock(file, how)
+            (held.add if how & fcntl.LOCK_EX else held.discard)(file)
+
+        with Checkpointer(tmp_path) as saver:
+            saver.save(1, state_of(1))
+            held.add(saver._steps.root.lock.descriptor)
+            monkeypatch.setattr(fcntl, "flock", once)
+            saver.save(2, state_of(2))
+            monkeypatch.undo()
+            assert saver.steps() == [1, 2]
 
 
 class TestAsync:

@@ -138,7 +138,8 @@ class WriterLock(_Lock):
 
         The server of NFS forgets the locks of a host that it has not heard of for a while.
         """
-        with _naming_with_owner(self.path):
+        # A mount of SMB refuses a second lock also to the file that has the first.
+        with contextlib.suppress(PermissionError), _naming_with_owner(self.path):
             _flock(self.descriptor, self.doing)
 
     def release(self) -> None:
