@@ -43,6 +43,7 @@ READERS = {"nvmeio": HuggingFaceStorageReader, "torch": dcp.HuggingFaceStorageRe
 WRITERS = {"nvmeio": HuggingFaceStorageWriter, "torch": dcp.HuggingFaceStorageWriter}
 PAIRS = [("nvmeio", "nvmeio"), ("nvmeio", "torch"), ("torch", "nvmeio")]
 INDEX = "model.safetensors.index.json"
+JOINED = {"save_distributed": True, "enable_consolidation": True}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed"),
@@ -472,6 +473,20 @@ def test_foreign_files_stay(tmp_path):
     safetensors.torch.save_file({"base": torch.ones(3)}, theirs)
     save(tmp_path, state_of(1), save_distributed=True)
     assert theirs.exists()
+
+
+@pytest.mark.parametrize("options", [{}, JOINED], ids=["whole", "joined"])
+def test_no_model_is_saved_beside_a_file_that_would_be_loaded(tmp_path, options):
+    theirs = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"base": torch.ones(3)}, theirs)
+    with pytest.raises(CheckpointException, match="instead of the model"):
+        save(tmp_path, state_of(1), **options)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [theirs.name]
+    # Parts of ranks alone have no index, and nobody else loads them.
+    save(tmp_path, state_of(1), save_distributed=True)
+    theirs.unlink()
+    save(tmp_path, state_of(1), **options)
+    assert same(load_sharded(tmp_path), state_of(1))
 
 
 def test_ranks_without_collectives_save_and_load(tmp_path):

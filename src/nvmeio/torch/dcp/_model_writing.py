@@ -59,6 +59,8 @@ from nvmeio.torch.dcp._writing import (
 
 __all__ = ["HuggingFaceStorageWriter"]
 
+# The name of a model in one file, which transformers loads even if there is an index.
+_SINGLE = "model.safetensors"
 # The final names of a save's files.
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
@@ -130,6 +132,9 @@ thread_count_consolidation
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
+        if self.enable_consolidation or not self.save_distributed:
+            is_joined = self.enable_consolidation
+            _refuse_single(self._joined_in() if is_joined else os.fspath(self.path))
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
@@ -332,6 +337,18 @@ thread_count_consolidation
         ]
         self._write_index(target, whole, metadata)
         self._remove_old(target, set(named))
+
+
+def _refuse_single(folder: str) -> None:
+    """Raise FileExistsError if an index in a folder would be passed over."""
+    single = os.path.join(folder, _SINGLE)
+    if exists(single):
+        raise FileExistsError(
+            errno.EEXIST,
+            "transformers would load this file instead of the model that is saved beside "
+            "it; remove it, or save to another folder",
+            single,
+        )
 
 
 def _part_files(plans: list[SavePlan], mapping: Mapping[str, int] | None) -> None:
