@@ -167,8 +167,8 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
     before any tensor is changed.  Of a save with ``use_collectives=False`` each rank reads
     its own metadata, and nothing compares them: if a folder has files of two such saves,
     the ranks load a mixture without an error.  Save to a new folder each time.  Such a
-    save is loaded by as many ranks as have made it: loading raises ValueError if what a rank
-    has read lacks a part of a tensor that it needs, before any tensor of it is changed.
+    save is loaded by as many ranks as have made it: a rank that needs a part of a tensor
+    which it cannot find raises ValueError, before any of its tensors is changed.
 
     A rank reads only the bytes that it needs, many at once.  They are read directly into
     its tensors if these are contiguous, on the CPU and of the same dtype as in the file.
