@@ -84,7 +84,7 @@ def load_too_little(folder, seed):
         state = {"model": {name: model[name]}}
         try:
             dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-        except ValueError as error:
+        except (CheckpointException, ValueError) as error:
             if f"elements of 'model.{name}'" in str(error) and not local(model[name]).any():
                 refused.append(name)
     return refused
