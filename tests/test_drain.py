@@ -1417,17 +1417,27 @@ def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, monkey
     assert {(blobs / name).read_text() for name in names} == {"old"}
 
 
-def test_a_target_does_not_keep_the_index_of_an_older_model_that_the_source_lacks(tmp_path):
+@pytest.mark.parametrize(
+    ("index", "file"),
+    [
+        ("model.safetensors.index.json", "model-1.safetensors"),
+        ("diffusion_pytorch_model.safetensors.index.json", "part-1.safetensors"),
+        ("pytorch_model.bin.index.json", "pytorch_model-1.bin"),
+    ],
+)
+def test_a_target_keeps_no_index_of_an_older_model_that_the_source_lacks(
+    tmp_path, index, file
+):
     """As save_sharded() leaves it that was killed."""
     source, target = tmp_path / "model", tmp_path / "far"
     source.mkdir()
-    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+    for name in (index, file):
         (source / name).write_text("one")
     drain(source, target).result()
-    (source / "model.safetensors.index.json").unlink()
-    (source / "model-00001-of-00002.safetensors").write_text("two")
+    (source / index).unlink()
+    (source / file).write_text("two")
     drain(source, target).result()
-    assert not (target / "model.safetensors.index.json").exists()
+    assert not (target / index).exists()
 
 
 @pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])

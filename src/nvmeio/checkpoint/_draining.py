@@ -61,7 +61,13 @@ _FINAL = (
 # The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (METADATA, MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
-_MARKED = {METADATA: "*.distcp", MANIFEST: TENSORS, INDEX_NAME: "*.safetensors"}
+_MARKED = {
+    METADATA: "*.distcp",
+    MANIFEST: TENSORS,
+    INDEX_NAME: "*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json": "*.safetensors",
+    "pytorch_model.bin.index.json": "*.bin",
+}
 
 
 def drain(
