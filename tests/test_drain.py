@@ -1639,3 +1639,20 @@ def test_an_upload_that_fails_leaves_an_older_copy_complete(source, monkeypatch)
     drain(source, "memory://whole").result()
     assert system.cat("/whole/__0_0.distcp") == b"of the second save"
     system.store.clear()
+
+
+def test_a_missing_file_of_the_client_is_not_no_checkpoint(tmp_path, monkeypatch):
+    """As a token, or the program that gives S3's credentials, of which fsspec says so."""
+    system = fsspec.get_filesystem_class("memory")
+    with Checkpointer(tmp_path / "run", drain_to="memory://token/run") as checkpointer:
+        checkpointer.save(1, {"epoch": 1})
+
+    def failing(*_, **options):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/var/run/token")
+
+    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="memory://token/run")
+    monkeypatch.setattr(system, "ls", failing)
+    for call in (elsewhere.restore, elsewhere.latest, elsewhere.steps):
+        with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="token") as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError)

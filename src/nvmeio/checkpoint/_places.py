@@ -270,10 +270,12 @@ class Connection:
     @contextlib.contextmanager
     def system(self) -> Iterator[Any]:
         """Yield the file system; after an error in the block, the next one is new."""
+        base: str | None = None
         try:
-            yield self._found()[0]
+            found, base = self._found()
+            yield found
         except Exception as error:
-            known = _translated(error)
+            known = _translated(error, base)
             if not isinstance(known, FileNotFoundError):
                 self._forget()
             if known is error:
@@ -294,9 +296,16 @@ class Connection:
         return self._found()[1]
 
 
-def _translated(error: Exception) -> Exception:
-    """Return an error of a file system of fsspec as that of a local one would be."""
+def _translated(error: Exception, base: str | None) -> Exception:
+    """Return an error of a file system of fsspec as that of a local one would be.
+
+    `base` is the URL's path, if it is known.
+    """
     if isinstance(error, FileNotFoundError):
+        name = error.filename
+        if name is not None and (base is None or base.strip("/") not in str(name)):
+            # Of this host, such as a token, or a program that gives the credentials.
+            return OSError(errno.EREMOTEIO, str(error))
         # As of FTP, where it follows anything that a server has said, such as being busy.
         of_ftp: Any = getattr(sys.modules.get("ftplib"), "Error", ())
         cause: BaseException | None = error
