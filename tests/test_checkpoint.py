@@ -1996,6 +1996,23 @@ def test_a_step_that_a_lost_host_has_set_aside_is_restored(tmp_path):
     assert Checkpointer(tmp_path).restore() == {"step": 5}
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_named_step_that_was_set_aside_gets_its_name_back(tmp_path, copied):
+    root, far = tmp_path / "root", tmp_path / "far"
+    with Checkpointer(root, drain_to=far) as checkpointer:
+        checkpointer.save(5, {"step": 5})
+    if copied:
+        shutil.rmtree(root)
+    aside = ".step-5.another-host-77-1234-0a0b0c0d.nvmeio-old"
+    where = far if copied else root
+    os.rename(where / "step-5", where / aside)
+    again = Checkpointer(root, drain_to=far)
+    if copied:
+        assert again.restore(5) == {"step": 5}
+    else:
+        again.verify(5)
+
+
 def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypatch):
     """Python code of threading that an exception ends half-way keeps its locks."""
     write, go_on = _saving.Plan.write, threading.Event()

@@ -103,6 +103,9 @@ class StepPlace(Protocol):
     def name(self, step: int | None) -> None:
         """Name the newest step, or none, as far as that succeeds."""
 
+    def put_back(self) -> None:
+        """Give steps their names back that dead processes have set aside."""
+
     def identity(self, step: int) -> str | None:
         """Return the identity of a save; None unless all files are there, undamaged."""
 

@@ -122,6 +122,7 @@ class Steps:
             if self.copies is None or not (is_lost(error) or isinstance(error, OtherError)):
                 raise
             try:
+                self.copies.put_back()
                 found = self.copies.read(step, read_agreed, files)
             except GoneError:
                 raise error from None
