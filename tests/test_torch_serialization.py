@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.utils.serialization import config
 
 import nvmeio
 import nvmeio.torch
@@ -310,6 +311,27 @@ class TestParts:
             assert torch.__version__ < (2, 10)
             return
         assert torch.equal(nvmeio.torch.load(stranger, names=["a"])["a"], expected)
+
+    def test_options_of_torch_count_as_for_torch(self, path, monkeypatch):
+        torch.save({"a": torch.arange(4)}, path)
+        stranger = path.with_name("stranger")
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(stranger, "w") as new:
+            for name in old.namelist():
+                # As torch before 2.1 wrote it.
+                if not name.endswith("byteorder"):
+                    new.writestr(name, old.read(name))
+        kinds = torch.serialization.LoadEndianness
+        for order in (None, kinds.LITTLE, kinds.BIG, kinds.NATIVE):
+            torch.serialization.set_default_load_endianness(order)
+            try:
+                expected = torch.load(stranger)["a"]
+                for names in (None, ["a"]):
+                    found = nvmeio.torch.load(stranger, names=names)["a"]
+                    assert torch.equal(found, expected)
+            finally:
+                torch.serialization.set_default_load_endianness(None)
+        monkeypatch.setattr(config.load, "mmap", True)
+        assert torch.equal(nvmeio.torch.load(path)["a"], torch.arange(4))
 
     def test_errors_of_torch_name_the_file(self, path):
         path.write_text("no file of torch's")

@@ -142,7 +142,8 @@ class _Copy(io.BytesIO):
 def _loaded(file: File, **options: Any) -> Any:
     """Load a whole file with torch.load."""
     with naming_file(file), errors_of(file) as noting:
-        return torch.load(noting, **options)
+        # Else torch's option config.load.mmap would count, which needs a path.
+        return torch.load(noting, mmap=False, **options)
 
 
 @contextlib.contextmanager
@@ -249,13 +250,21 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
             entries = found.values()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             order = found.get("byteorder")
-            same = order is None or content_of(again, order).decode() == sys.byteorder
+            written = _default_order() if order is None else content_of(again, order)
+            same = written.decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
     # Only files of TorchScript have constants.pkl.
     if not (stored and same and "data.pkl" in found and "constants.pkl" not in found):
         return None
     return sorted((entry.header_offset, entry.file_size) for entry in entries)
+
+
+def _default_order() -> bytes:
+    """Return the byte order that torch assumes where a file does not say it."""
+    kinds = torch.serialization.LoadEndianness
+    said = torch.serialization.get_default_load_endianness()
+    return {kinds.BIG: b"big", kinds.NATIVE: sys.byteorder.encode()}.get(said, b"little")
 
 
 class _Mapped(NamedTuple):
