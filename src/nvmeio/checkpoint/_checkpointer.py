@@ -62,8 +62,8 @@ class Checkpointer:
     root : str, bytes or os.PathLike
         The folder of the checkpoints.  The first save creates it if it does not exist.
     keep : int or None, default 3
-        How many of the newest steps to keep; each completed save removes older ones.  With
-        None all steps stay.
+        How many of the newest steps to keep; each completed save removes older ones, apart
+        from one that is being copied to `drain_to` or read.  With None all steps stay.
     keep_every : int, optional
         Also keep all steps that are multiples of this number.
     checksum : {"crc32c", None}, default "crc32c"
