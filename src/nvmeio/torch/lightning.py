@@ -81,7 +81,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         save_to(checkpoint, name, follow=False)
 
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> Any:
         """Load a checkpoint.
 
@@ -89,8 +89,9 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         ----------
         path : str or os.PathLike
             The local file to read.
-        map_location
-            As for ``torch.load``.
+        map_location : default "cpu"
+            As for ``torch.load``.  A Trainer passes none: each of its processes would load
+            all tensors to the device of the one that saved, such as ``cuda:0``.
         weights_only : bool, optional
             As for ``torch.load``; by default True, so that no code in the file is run.
 
