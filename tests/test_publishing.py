@@ -16,6 +16,7 @@ import nvmeio
 import nvmeio.safetensors.numpy
 from children import run_tool
 from mounts import unmount
+from nvmeio._files import paths
 from nvmeio._memory import available
 from nvmeio._native.descriptor import remove_tree
 from nvmeio.checkpoint import Checkpointer, atomic_directory
@@ -335,6 +336,21 @@ def test_new_contents_do_not_go_to_whoever_was_there_first(tmp_path, writer, own
         (0, False) if owner == "other" else (1001, True)
     )
     assert np.array_equal(load(path), NEW)
+
+
+def test_files_are_replaced_where_no_mount_is_known(tmp_path, monkeypatch):
+    """As in gVisor, whose fdinfo had only flags."""
+    whole = paths.contents_of
+
+    def flags_only(path):
+        return b"flags:\t0100000\n" if "/fdinfo/" in path else whole(path)
+
+    monkeypatch.setattr(paths, "contents_of", flags_only)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"a": 1})
+        assert checkpointer.steps() == [2]
+    assert (tmp_path / ".nvmeio-latest").read_text() == "step-2\n"
 
 
 def test_the_plug_in_of_lightning_loads_to_the_cpu_as_a_trainer_expects(

@@ -212,8 +212,12 @@ def _place_of(descriptor: int) -> tuple[int, str]:
 def mount_of(descriptor: int) -> int:
     """Return the number of the mount that an open file is on."""
     # Of bytes: a process that dropped its privileges may be unable to import a codec.
-    found = contents_of(f"/proc/self/fdinfo/{descriptor}")
-    return int(found.partition(b"mnt_id:")[2].split()[0])
+    path = f"/proc/self/fdinfo/{descriptor}"
+    found = contents_of(path).partition(b"mnt_id:")[2].split()
+    if not found:
+        # As in gVisor before April 2026: as without /proc, it is unknown.
+        raise FileNotFoundError(errno.ENOENT, "it has no mnt_id", path)
+    return int(found[0])
 
 
 def resolved(path: str | bytes, *, follow: bool = True) -> str:
