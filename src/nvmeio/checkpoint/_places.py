@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
@@ -43,6 +44,16 @@ _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 
 # Of these, those which replace an object as a whole, once it is complete.
 _ATOMIC = {"s3", "s3a", "gs", "gcs"}
+
+# Modules of the clients of stores.  What they miss are no objects, which fsspec's file
+# systems miss themselves.
+_OF_CREDENTIALS = (
+    "aiobotocore.",
+    "azure.identity.",
+    "botocore.",
+    "gcsfs.credentials",
+    "google.auth.",
+)
 
 
 class Writer(Protocol):
@@ -270,12 +281,10 @@ class Connection:
     @contextlib.contextmanager
     def system(self) -> Iterator[Any]:
         """Yield the file system; after an error in the block, the next one is new."""
-        base: str | None = None
         try:
-            found, base = self._found()
-            yield found
+            yield self._found()[0]
         except Exception as error:
-            known = _translated(error, base)
+            known = _translated(error)
             if not isinstance(known, FileNotFoundError):
                 self._forget()
             if known is error:
@@ -296,14 +305,12 @@ class Connection:
         return self._found()[1]
 
 
-def _translated(error: Exception, base: str | None) -> Exception:
-    """Return an error of a file system of fsspec as that of a local one would be.
-
-    `base` is the URL's path, if it is known.
-    """
+def _translated(error: Exception) -> Exception:
+    """Return an error of a file system of fsspec as that of a local one would be."""
     if isinstance(error, FileNotFoundError):
-        name = error.filename
-        if name is not None and (base is None or base.strip("/") not in str(name)):
+        frames = traceback.walk_tb(error.__traceback__)
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+        if any(each.startswith(_OF_CREDENTIALS) for each in modules):
             # Of this host, such as a token, or a program that gives the credentials.
             return OSError(errno.EREMOTEIO, str(error))
         # As of FTP, where it follows anything that a server has said, such as being busy.
