@@ -1,6 +1,7 @@
 """Train a model with accelerate, with checkpoints that appear whole or not at all.
 
     python examples/train_accelerate.py --folder run --steps 20
+    torchrun --nproc-per-node 2 examples/train_accelerate.py --folder run --steps 20
 
 After ``nvmeio.safetensors.install()``, accelerate writes and reads its model files through
 nvmeio.  ``atomic_directory`` gives the folder of a checkpoint its name only when all of it
@@ -12,12 +13,15 @@ checksum.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 import nvmeio.safetensors
 from nvmeio.checkpoint import atomic_directory
@@ -34,6 +38,18 @@ def newest(folder: Path) -> int:
     """Return the newest step that was saved, or 0."""
     names = [path.name for path in folder.glob("step-*")]
     return max([0, *(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))])
+
+
+def save(accelerator: Accelerator, path: Path) -> None:
+    """Save the state of all processes in one folder, which one of them makes."""
+    with ExitStack() as stack:
+        made = None
+        if accelerator.is_main_process:
+            made = stack.enter_context(atomic_directory(path))
+        (folder,) = broadcast_object_list([made])
+        accelerator.save_state(str(folder))
+        # All have saved before the folder gets its name.
+        accelerator.wait_for_everyone()
 
 
 def main() -> None:
@@ -56,7 +72,8 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     options.folder.mkdir(exist_ok=True)
-    step = newest(options.folder)
+    # One process chooses, because others may see other steps.
+    (step,) = broadcast_object_list([newest(options.folder)])
     if step:
         accelerator.load_state(str(options.folder / f"step-{step}"))
     while step < options.steps:
@@ -66,14 +83,16 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
-            with atomic_directory(options.folder / f"step-{step}") as folder:
-                accelerator.save_state(str(folder))
-            print(f"step {step}, loss {loss.item():.4f}", flush=True)
+            save(accelerator, options.folder / f"step-{step}")
+            accelerator.print(f"step {step}, loss {loss.item():.4f}", flush=True)
 
     checksum = 0
     for parameter in model.parameters():
         checksum = zlib.crc32(parameter.detach().numpy().tobytes(), checksum)
-    print(f"parameters {checksum:08x}", flush=True)
+    accelerator.print(f"parameters {checksum:08x}", flush=True)
+    accelerator.end_training()
+    # A thread of gloo that takes the GIL while Python exits would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

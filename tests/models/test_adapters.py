@@ -122,6 +122,22 @@ def test_accelerate_resumes_where_it_stopped(tmp_path):
     ]
 
 
+def test_processes_of_accelerate_save_together(tmp_path):
+    """Each has a part of the state: one its model, and each its random numbers."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", "2", EXAMPLE, "--folder", tmp_path, "--steps", "5"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["step-5"]
+    assert {
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+    } <= {*os.listdir(tmp_path / "step-5")}
+
+
 @pytest.mark.parametrize("name", examples("lightning"))
 def test_the_example_of_a_public_name_runs(name, tmp_path, monkeypatch):
     run_example(name, tmp_path, monkeypatch)
