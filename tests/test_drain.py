@@ -1452,7 +1452,9 @@ def test_a_mark_stays_whose_files_are_not_replaced(tmp_path, mark):
     assert (target / mark).exists()
 
 
-def test_names_that_are_one_in_the_target_are_an_error(tmp_path):
+def test_names_that_are_one_in_the_target_are_an_error(tmp_path, monkeypatch):
+    # At once, the one may find the other's bytes, which is an error of its own.
+    monkeypatch.setattr(_draining, "FILES", 1)
     memory = pytest.importorskip("fsspec.implementations.memory")
 
     class Folding(memory.MemoryFileSystem):
