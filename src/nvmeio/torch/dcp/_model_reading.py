@@ -35,7 +35,7 @@ from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files, told
+from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files, nelements, told
 
 __all__ = [
     "SAVE_KEY",
@@ -298,7 +298,7 @@ def _refuse_gaps(
     """Raise SafetensorError for missing parts, which torch would silently not load."""
     for name, about in found.items():
         wanted = math.prod(sizes.get(name, about.size))
-        there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+        there = nelements(about.chunks)
         twice = overlap(about.chunks)
         if there != wanted or twice:
             raise SafetensorError(

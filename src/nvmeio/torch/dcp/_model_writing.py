@@ -48,6 +48,7 @@ from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._archives import Located
 from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, overlap, stored_of
+from nvmeio.torch.dcp._reading import nelements
 from nvmeio.torch.dcp._writing import (
     Claim,
     OfThread,
@@ -81,6 +82,9 @@ thread_count_consolidation
     are renamed, the index is written, and files of the previous checkpoint are removed.  If
     a process dies in the middle of that, files of two saves may be left, which
     ``HuggingFaceStorageReader`` refuses to load.
+
+    A folder that has a ``model.safetensors`` is refused with FileExistsError where an index
+    will be written: transformers would load that file instead.
 
     Examples
     --------
@@ -132,9 +136,10 @@ thread_count_consolidation
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
-        if self.enable_consolidation or not self.save_distributed:
-            is_joined = self.enable_consolidation
-            _refuse_single(self._joined_in() if is_joined else os.fspath(self.path))
+        if self.enable_consolidation:
+            _refuse_single(self._joined_in())
+        elif not self.save_distributed:
+            _refuse_single(os.fspath(self.path))
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
@@ -489,7 +494,7 @@ def _joined(
 ) -> Bytes:
     """Read the parts of a tensor from files, and return the whole tensor's bytes."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype, device="cpu")
-    there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+    there = nelements(about.chunks)
     if overlap(about.chunks):
         raise RuntimeError(f"parts of tensor {name!r} overlap")
     if there != whole.numel():

@@ -49,7 +49,8 @@ from nvmeio.torch.dcp._archives import (
 )
 from nvmeio.torch.dcp._metadata import read_with_digest
 
-__all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "target_of", "told"]
+__all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "nelements", "target_of"]
+__all__ += ["told"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
@@ -231,7 +232,8 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
         return future
 
 
-def _nelements(parts: Iterable[Any]) -> int:
+def nelements(parts: Iterable[Any]) -> int:
+    """Return how many elements the parts of a tensor have together."""
     return sum(math.prod(part.sizes) for part in parts)
 
 
@@ -244,7 +246,7 @@ def _partial_in(found: Metadata) -> frozenset[str]:
         name
         for name, about in found.state_dict_metadata.items()
         if isinstance(about, TensorStorageMetadata)
-        and _nelements(about.chunks) < math.prod(about.size)
+        and nelements(about.chunks) < math.prod(about.size)
     )
 
 
@@ -262,7 +264,7 @@ def _refuse_gaps(
         target = state[name]
         if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
             continue  # this rank has no part of it
-        if there[name] < (wanted := _nelements(_create_chunk_list(target))):
+        if there[name] < (wanted := nelements(_create_chunk_list(target))):
             raise ValueError(
                 f"{folder}: it has {there[name]} of the {wanted} elements of {name!r} that "
                 "this rank needs: one rank has saved its parts alone (no_dist=True or "
