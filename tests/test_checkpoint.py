@@ -574,18 +574,30 @@ def test_no_older_step_is_mixed_into_what_a_damaged_one_has_filled(tmp_path, old
 class TestARemovedLock:
     """Somebody took the file of a lock for a stale one, and another process began."""
 
-    def test_a_save_replaces_and_prunes_nothing(self, tmp_path, monkeypatch):
+    @pytest.fixture
+    def before_commit(self, monkeypatch):
+        """Call a function before the next step gets its name."""
         commit = StepFolder.commit
+
+        def before_commit(act):
+            def late(folder, *, sync):
+                monkeypatch.undo()
+                act()
+                commit(folder, sync=sync)
+
+            monkeypatch.setattr(StepFolder, "commit", late)
+
+        return before_commit
+
+    def test_a_save_replaces_and_prunes_nothing(self, tmp_path, before_commit):
         first, second = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path, keep=3)
 
-        def late(folder, *, sync):
-            monkeypatch.undo()
+        def begin_anew():
             (tmp_path / ".nvmeio-lock").unlink()
             second.save(9, state_of(9))
             second.save(10, state_of(10))
-            commit(folder, sync=sync)
 
-        monkeypatch.setattr(StepFolder, "commit", late)
+        before_commit(begin_anew)
         with first, second:
             with pytest.raises(BlockingIOError, match="this file of the lock was removed"):
                 first.save(10, state_of(666))
@@ -647,17 +659,16 @@ class TestARemovedLock:
                 with pytest.raises(BlockingIOError, match=r"here: process [^;]*$"):
                     first.save(4, state_of(4))
 
-    def test_one_that_is_forgotten_during_a_save_gives_no_step(self, tmp_path, monkeypatch):
-        commit = StepFolder.commit
+    def test_one_that_is_forgotten_during_a_save_gives_no_step(
+        self, tmp_path, before_commit
+    ):
         first, second = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
 
-        def late(folder, *, sync):
-            monkeypatch.undo()
+        def forget():
             fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
             second.save(2, state_of(2))
-            commit(folder, sync=sync)
 
-        monkeypatch.setattr(StepFolder, "commit", late)
+        before_commit(forget)
         with first, second:
             with pytest.raises(BlockingIOError, match="another writes checkpoints"):
                 first.save(2, state_of(666))

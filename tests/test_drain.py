@@ -1374,26 +1374,35 @@ def test_a_target_does_not_keep_the_mark_of_an_older_copy_that_the_source_lacks(
     assert not (target / ".metadata").exists()
 
 
-def test_a_step_is_never_a_mixture_in_the_target(tmp_path, monkeypatch):
+@pytest.fixture
+def full_at(monkeypatch):
+    """Let the drive be full when a copied file whose name ends so would get it."""
+    commit = _places._FolderWriter.commit
+
+    def full_at(end):
+        def failing(writer):
+            if writer.target.endswith(end):
+                raise OSError(errno.ENOSPC, "full")
+            commit(writer)
+
+        monkeypatch.setattr(_places._FolderWriter, "commit", failing)
+
+    return full_at
+
+
+def test_a_step_is_never_a_mixture_in_the_target(tmp_path, full_at):
     source, target = tmp_path / "run", tmp_path / "far"
     with Checkpointer(source, drain_to=target) as checkpointer:
         checkpointer.save(1, {"weights": np.zeros(1000), "epoch": 1})
     with Checkpointer(source) as checkpointer:
         checkpointer.save(1, {"weights": np.ones(1000), "epoch": 2})
-    commit = _places._FolderWriter.commit
-
-    def failing(writer):
-        if writer.target.endswith("tensors.safetensors"):
-            raise OSError(errno.ENOSPC, "full")
-        commit(writer)
-
-    monkeypatch.setattr(_places._FolderWriter, "commit", failing)
+    full_at("tensors.safetensors")
     with pytest.raises(OSError, match="full"):
         drain(source / "step-1", target / "step-1").result()
     assert Checkpointer(target).steps() == []
 
 
-def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, monkeypatch):
+def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, full_at):
     """As the cache of Hugging Face's hub has a model's files."""
     source, blobs, target = (tmp_path / n for n in ("new", "blobs", "target"))
     names = ("a.safetensors", "b.safetensors", "model.safetensors.index.json")
@@ -1403,14 +1412,7 @@ def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, monkey
         (source / name).write_text("new")
         (blobs / name).write_text("old")
         (target / name).symlink_to(blobs / name)
-    commit = _places._FolderWriter.commit
-
-    def failing(writer):
-        if writer.target.endswith("b.safetensors"):
-            raise OSError(errno.ENOSPC, "full")
-        commit(writer)
-
-    monkeypatch.setattr(_places._FolderWriter, "commit", failing)
+    full_at("b.safetensors")
     with pytest.raises(OSError, match="full"):
         drain(source, target).result()
     assert not (target / names[-1]).exists()
