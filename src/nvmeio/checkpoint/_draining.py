@@ -392,16 +392,7 @@ class Drain:
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
-            marks: list[str] = []
-            if there is not None:
-                # Those that come after it describe the bytes that it had.
-                place = self._order.get(name, -1)
-                for folder in _above(name):
-                    those = self._marks_in.get(folder, ())
-                    marks += [mark for mark in those if self._order[mark] > place]
-                for mark, pattern in self._marked.items():
-                    if place < 0 and _is(name, pattern):
-                        marks.append(os.path.join(os.path.dirname(name), mark))
+            marks = [] if there is None else self._marks_of(name)
 
             def replace(at: str) -> None:
                 """Remove the marks if the file is replaced now, not earlier or later."""
@@ -439,6 +430,18 @@ class Drain:
                 replace("commit")
                 writer.commit()
                 self._old_last.discard(name)
+
+    def _marks_of(self, name: str) -> list[str]:
+        """Return the `last` files that no longer fit once a file is replaced."""
+        place = self._order.get(name, -1)
+        marks = []
+        for folder in _above(name):
+            those = self._marks_in.get(folder, ())
+            marks += [mark for mark in those if self._order[mark] > place]
+        for mark, pattern in self._marked.items():
+            if place < 0 and _is(name, pattern):
+                marks.append(os.path.join(os.path.dirname(name), mark))
+        return marks
 
     def _remove_old_last(self, names: Iterable[str]) -> None:
         """Remove some of the `last` files, which mark the target as complete, once."""
