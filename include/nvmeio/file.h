@@ -89,6 +89,11 @@ NVMEIO_API int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size);
  * Linux 6.5; -EPERM for a file that this user neither owns nor may write to. */
 NVMEIO_API int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size);
 
+/* Read one byte of an open file with RWF_NOWAIT.  Returns 1 if it was in the page
+ * cache; 0 if not, and then the kernel begins to read its page; or -errno: -EOPNOTSUPP
+ * if the file system does not say. */
+NVMEIO_API int nvmeio_try_cached(int fd, int64_t offset);
+
 /* Compare with an ordinary read.  Returns 0 if equal; 1 if not, with the first
  * difference in *position, relative to offset; -ENODATA at the end of the file; or
  * -errno. */

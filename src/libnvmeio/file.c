@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -56,8 +57,6 @@ struct cachestat_result {
 
 /* For so long after a byte was missing, no other one is tried. */
 #define COLD_NS 100000000
-/* No drive answers in that time. */
-#define TRIED_NS 10000
 
 #define COMPARE_BYTES (256u << 10)
 
@@ -689,20 +688,26 @@ int nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t
     return pages < 0 ? (int)pages : pages == last - first + 1;
 }
 
-/* Whether the page cache has one byte. If not, the kernel reads its page. */
-static bool has_byte(struct nvmeio_file *file, int fd, int64_t offset)
+/* The blocks that drives have read for this thread. */
+static long blocks_read(void)
+{
+    struct rusage usage = {0};
+
+    (void)getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_inblock;
+}
+
+int nvmeio_try_cached(int fd, int64_t offset)
 {
     char byte;
     struct iovec place = {&byte, 1};
-    int64_t begin_ns = nvmeio_now_ns();
+    long before = blocks_read();
     ssize_t count = preadv2(fd, &place, 1, offset, RWF_NOWAIT);
-    int64_t end_ns = nvmeio_now_ns();
 
+    if (count < 0)
+        return errno == EAGAIN ? 0 : -errno;
     /* A virtual drive may have read the page before the call returns. */
-    if (count == 1 && end_ns - begin_ns < TRIED_NS)
-        return true;
-    atomic_store_explicit(&file->cold_until_ns, end_ns + COLD_NS, memory_order_relaxed);
-    return false;
+    return count == 1 && blocks_read() == before;
 }
 
 bool nvmeio_file_has_bytes(struct nvmeio_file *file, const int64_t *offsets,
@@ -717,9 +722,12 @@ bool nvmeio_file_has_bytes(struct nvmeio_file *file, const int64_t *offsets,
     int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
     /* Otherwise the kernel would read ahead of a missing byte. */
     (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
-    while (found < count && has_byte(file, fd, offsets[found]))
+    while (found < count && nvmeio_try_cached(fd, offsets[found]) == 1)
         found++;
     (void)posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
+    if (found < count)
+        atomic_store_explicit(&file->cold_until_ns, nvmeio_now_ns() + COLD_NS,
+                              memory_order_relaxed);
     return found == count;
 }
 

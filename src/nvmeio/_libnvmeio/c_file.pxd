@@ -35,6 +35,7 @@ cdef extern from "nvmeio/file.h" nogil:
     int64_t file_size "nvmeio_file_size"(const nvmeio_file *file)
     int file_truncate "nvmeio_file_truncate"(nvmeio_file *file, int64_t size)
     int64_t cached_pages "nvmeio_cached_pages"(int fd, int64_t offset, size_t size)
+    int try_cached "nvmeio_try_cached"(int fd, int64_t offset)
     int file_compare "nvmeio_file_compare"(
         nvmeio_file *file, int64_t offset, const void *address, size_t size,
         size_t *position

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import time
 
 from libc.errno cimport errno as c_errno
 from libc.stdint cimport int64_t
@@ -61,11 +60,9 @@ cdef int rename(bytes source, bytes target, unsigned int flags):
     return c_errno if failed else 0
 
 
-# SAMPLES: how many pages to try if the kernel has no cachestat(2).  TRIED_NS: a page that
-# takes longer was not there; virtual drives answer within the call.
+# How many pages to try if the kernel has no cachestat(2).
 cdef enum:
     SAMPLES = 64
-    TRIED_NS = 20000
 
 cdef Py_ssize_t PAGE = sysconf(_SC_PAGESIZE)
 
@@ -101,7 +98,9 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
     first, last = offset // PAGE, (offset + nbytes - 1) // PAGE
     pages = last - first + 1
     count = min(SAMPLES, pages)
-    byte, hits = bytearray(1), 0
+    cdef int64_t place
+    cdef int found
+    hits = 0
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     except OSError as error:
@@ -109,24 +108,14 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
             # A signal handler raised it.
             raise
         return 0.0
-    try:
-        for index in range(count):
-            low, high = index * pages // count, (index + 1) * pages // count
-            place = max(offset, (first + random.randrange(low, high)) * PAGE)
-            begin = time.perf_counter_ns()
-            try:
-                found = os.preadv(descriptor, [byte], place, os.RWF_NOWAIT)
-            except BlockingIOError as error:
-                if error.errno is None:
-                    raise
-                continue
-            if time.perf_counter_ns() - begin < TRIED_NS:
-                hits += found
-    except OSError as error:
-        if error.errno is None:
-            raise
-        return 0.0
-    finally:
-        # Later reads through this descriptor need their readahead back.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-    return hits / count
+    for index in range(count):
+        low, high = index * pages // count, (index + 1) * pages // count
+        place = max(offset, (first + random.randrange(low, high)) * PAGE)
+        with nogil:
+            found = c_file.try_cached(descriptor, place)
+        if found < 0:
+            break
+        hits += found
+    # Later reads through this descriptor need their readahead back.
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+    return hits / count if found >= 0 else 0.0
