@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from children import run_with_faults
+from children import preloaded, run_with_faults
 from helpers import MIB, PAGE, fork
 from nvmeio._native.region import FileMap, Region
 
@@ -217,12 +216,7 @@ assert all((part == 2 * i + 1).all() for i, part in enumerate(parts))
 
 @pytest.mark.packaging
 def test_only_dead_parts_lose_their_bytes_if_pages_are_large(tmp_path):
-    source, preloaded = tmp_path / "pages.c", tmp_path / "pages.so"
-    source.write_text(LARGE_PAGES)
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    flags = ("-D_GNU_SOURCE", "-shared", "-fPIC", "-ldl")
-    subprocess.run([compiler, source, "-o", preloaded, *flags], check=True)
-    environment = os.environ | {"LD_PRELOAD": str(preloaded)}
+    environment = preloaded(tmp_path, LARGE_PAGES)
     subprocess.run([sys.executable, "-c", PARTS], env=environment, check=True)
 
 

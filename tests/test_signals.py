@@ -3,14 +3,15 @@
 import fcntl
 import os
 import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 import nvmeio
-from children import run_child
-from helpers import ENGINES
+from children import WATCHDOG_S, preloaded, run_child
+from helpers import ENGINES, MIB
 from mounts import SLOW_PLACES
 from nvmeio import files
 from nvmeio._memory import available
@@ -51,6 +52,49 @@ def test_ctrl_c_anywhere_leaves_nothing(tmp_path, part):
     assert {name: report["left"] for name, report in found.items() if report["left"]} == {}
     for name, report in found.items():
         assert report["came"] >= report["places"] / 2, name
+
+
+# Before Linux 6.18, tmpfs gives back what a call has reserved when a signal comes.
+INTERRUPTED = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+
+int fallocate(int fd, int mode, off_t offset, off_t size)
+{
+    int (*real)(int, int, off_t, off_t) = dlsym(RTLD_NEXT, "fallocate");
+
+    errno = EINTR;
+    return size > (2 << 20) ? -1 : real(fd, mode, offset, size);
+}
+
+int fallocate64(int fd, int mode, off_t offset, off_t size)
+{
+    return fallocate(fd, mode, offset, size);
+}
+"""
+RESERVES = """
+import os, sys, nvmeio
+
+with nvmeio.File(sys.argv[1], "w") as file:
+    file.preallocate(int(sys.argv[2]))
+    print(os.fstat(file.fileno()).st_blocks)
+"""
+
+
+@pytest.mark.packaging
+def test_signals_that_keep_coming_let_a_reservation_end(tmp_path):
+    size, where = 50 * MIB + 4097, tmp_path / "file"
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVES, where, str(size)],
+        env=preloaded(tmp_path, INTERRUPTED),
+        timeout=WATCHDOG_S,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert size <= int(done.stdout) * 512 < size + MIB
+    assert where.stat().st_size == size
 
 
 class Flushed:

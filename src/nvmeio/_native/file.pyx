@@ -769,17 +769,30 @@ cdef bint has_room(int descriptor, object size) except -1:
     return size - status.st_blocks * 512 <= free * space.f_frsize
 
 
+# The least that is reserved at a time, in well below a millisecond.
+cdef enum:
+    RESERVED_MIN = 1 << 20
+
+
 cdef object reserve(File file, Turn *turn, object size):
     """Reserve space for the first `size` bytes of the file."""
     cdef int64_t c_size = size
     # fallocate(2) would take all that there is, which other programs miss meanwhile.
     if c_size and not has_room(turn.descriptor, size):
         check(-ENOSPC, file.path)
-    cdef int error = EINTR if c_size else 0
-    while error == EINTR:
+    cdef int64_t done = 0, piece = c_size
+    cdef int error = 0
+    while done < c_size and error in (0, EINTR):
         PyErr_CheckSignals()
         with nogil:
-            error = c_errno if fallocate(turn.descriptor, 0, 0, c_size) else 0
+            error = c_errno if fallocate(turn.descriptor, 0, done, piece) else 0
+        if error == EINTR:
+            # Before Linux 6.18, tmpfs gives back all that a call has reserved when a signal
+            # comes.  Signals that keep coming must not keep this from ending.
+            piece = max(piece // 2, min(piece, RESERVED_MIN))
+        elif not error:
+            done += piece
+            piece = min(piece, c_size - done)
     check(-error, file.path)
 
 
