@@ -1640,6 +1640,19 @@ def test_a_step_that_another_removes_meanwhile_is_gone(tmp_path, monkeypatch):
         assert saver.steps() == [2]
 
 
+def test_the_error_for_a_missing_step_names_the_copies(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    save(near, far, 4, 5)
+    shutil.rmtree(near)
+    with Checkpointer(near, drain_to=far) as saver:
+        for call in (saver.restore, saver.remove):
+            with pytest.raises(FileNotFoundError) as told:
+                call(3)
+            words = f"there is no such folder; in {far} there are the steps 5, 4"
+            assert told.value.strerror == f"no such checkpoint; {words}"
+            assert told.value.filename == f"{near}/step-3"
+
+
 def test_ctrl_c_while_copies_are_waited_for_changes_nothing(tmp_path, monkeypatch):
     """Also before the thread that copies has begun."""
     saver = Checkpointer(tmp_path / "near", drain_to=tmp_path / "far")

@@ -29,6 +29,12 @@ def _with(error: Exception, words: str) -> Exception:
     return type(error)(f"{error}; {words}")
 
 
+def _shown(steps: list[int]) -> str:
+    more = len(steps) - _STEPS_SHOWN
+    words = ", ".join(map(str, steps[:_STEPS_SHOWN]))
+    return words + (f" and {more} more" if more > 0 else "")
+
+
 class Steps:
     """The steps of a root, of which some may be damaged, and their copies."""
 
@@ -145,9 +151,10 @@ class Steps:
         if step in newest:
             there = what_is_in(folder)
         elif newest:
-            more = len(newest) - _STEPS_SHOWN
-            there = f"there are the steps {', '.join(map(str, newest[:_STEPS_SHOWN]))}"
-            there += f" and {more} more" if more > 0 else ""
+            there = f"there are the steps {_shown(newest)}"
+        copied, *_ = self.list_copies()
+        if self.copies is not None and copied:
+            there += f"; in {self.copies.where} there are the steps {_shown(copied)}"
         words = f"no such checkpoint; {there}"
         return FileNotFoundError(errno.ENOENT, words, folder)
 
