@@ -1956,6 +1956,20 @@ def test_a_damaged_step_is_remembered_after_a_chmod(tmp_path):
     assert 1 in saver.steps()
 
 
+def test_a_step_that_another_tool_still_copied_is_read_again(tmp_path):
+    """As by scp -r, which writes to files under their names."""
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, np.full(5000, step))
+    path = tmp_path / "step-2" / "tensors.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:4096])
+    reader = Checkpointer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
+        assert reader.restore()[0] == 1
+    path.write_bytes(content)
+    assert reader.restore()[0] == reader.latest() == 2
+
+
 def test_a_name_of_the_newest_step_that_is_zeros_is_renewed(tmp_path):
     """As a power failure leaves it on some file systems."""
     saver = Checkpointer(tmp_path)

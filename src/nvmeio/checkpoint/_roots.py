@@ -74,8 +74,8 @@ ATTEMPT = re.compile(
     r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
 )
 
-# The inode and the ctime.
-Identity = tuple[int, int]
+# The inode, the size and a time of each, a folder and its files; None for what is missing.
+Identities = tuple[tuple[int, int, int] | None, ...]
 # Copies the files of a step to a place, the manifest last; returns their size in bytes.
 Copy = Callable[[Place], int]
 
@@ -366,24 +366,16 @@ def _is_name_of_ours(name: str) -> bool:
     return name == LATEST or STEP.fullmatch(name) is not None
 
 
-def _identity_of(path: str) -> Identity | None:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_ctime_ns
-
-
 class Root:
     """A folder of steps, which one process at a time writes."""
 
     def __init__(self, path: str) -> None:
         self.where = path
         self.lock = WriterLock(path, _LOCK, *_LOCK_OF)
-        # Those that were found damaged, with the identity of the folder and the error, and
-        # those that were complete.
-        self._damaged: dict[int, tuple[Identity, str]] = {}
-        self._complete: dict[int, tuple[Identity, ...]] = {}
+        # Those that were found damaged, with what was there and the error, and those that
+        # were complete.
+        self._damaged: dict[int, tuple[Identities, str]] = {}
+        self._complete: dict[int, Identities] = {}
         # The steps that this has removed, and not written again.
         self.removed: set[int] = set()
 
@@ -489,7 +481,7 @@ class Root:
     def written(self, step: int) -> None:
         """Remember that a step is complete, because this process has just written it."""
         self.removed.discard(step)
-        if (identities := self._identities(step)) is not None:
+        if None not in (identities := self._identities(step)):
             self._complete[step] = identities
         # The step is there, so an error of its name is not one of the save.
         with contextlib.suppress(OSError):
@@ -502,7 +494,7 @@ class Root:
         if not again and step in self._complete:
             return True
         identities = self._identities(step)
-        if identities is None or self.damage(step) is not None:
+        if None in identities or self.damage(step) is not None:
             return False
         if self._complete.get(step) != identities:
             if self.identity(step) is None:
@@ -511,15 +503,15 @@ class Root:
         return True
 
     def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
-        """Read a step; if it is damaged, remember that until its folder is replaced."""
+        """Read a step; if it is damaged, remember that until it changes."""
         # Taken before, because another process may replace the folder after the error.
-        identity = self._identity(step)
+        identities = self._identities(step, "st_mtime_ns")
         try:
             return self._read(step, read)
         except (CheckpointError, OSError) as error:
-            if is_lost(error) and identity is not None:
+            if is_lost(error) and any(identities):
                 words = str(error) if isinstance(error, CheckpointError) else ""
-                self._damaged[step] = identity, words
+                self._damaged[step] = identities, words
             raise
 
     def _read(self, step: int, read: Any) -> Any:
@@ -594,30 +586,30 @@ class Root:
     def damage(self, step: int) -> str | None:
         """Say what was found damaged; "" if that may pass; None if nothing was."""
         # One look, because verify() in another thread may remove the entry.
-        found = self._damaged.get(step)
-        return found[1] if found is not None and found[0] == self._identity(step) else None
+        if (found := self._damaged.get(step)) is None:
+            return None
+        identities, words = found
+        # A chmod, which changes the ctime too, mends nothing.
+        return words if identities == self._identities(step, "st_mtime_ns") else None
 
     def forget_damage(self, step: int) -> None:
         """Count a step again, because all of it was read."""
         self._damaged.pop(step, None)
 
-    def _identity(self, step: int) -> Identity | None:
-        """Return inode and mtime of the folder of a step; None if there is none.
+    def _identities(self, step: int, time: str = "st_ctime_ns") -> Identities:
+        """Return what a step's folder and its files are now.
 
-        Not its ctime, which a chmod changes too.
+        The files too, because another tool may still write to them, or repair them.
         """
-        try:
-            found = os.lstat(self.folder(step))
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
-
-    def _identities(self, step: int) -> tuple[Identity, ...] | None:
-        """Return the identity of a step's folder and of its files; None if one is gone."""
         folder = self.folder(step)
-        paths = (folder, *(os.path.join(folder, name) for name in FILES))
-        found = [each for each in map(_identity_of, paths) if each is not None]
-        return tuple(found) if len(found) == len(paths) else None
+        identities: list[tuple[int, int, int] | None] = []
+        for path in (folder, *(os.path.join(folder, name) for name in FILES)):
+            try:
+                found = os.lstat(path)
+                identities.append((found.st_ino, found.st_size, getattr(found, time)))
+            except OSError:
+                identities.append(None)
+        return tuple(identities)
 
     def take(self, step: int = 0) -> None:
         """Create and lock the folder, and remove unfinished steps of dead processes."""
