@@ -1578,6 +1578,38 @@ def test_an_error_of_ftp_that_passes_does_not_mean_that_there_is_no_checkpoint(
     system.store.clear()
 
 
+@pytest.mark.parametrize(
+    "said", ["501 No such directory.", '500 Command "MLSD" not understood.']
+)
+def test_a_server_of_ftp_that_refuses_mlsd_is_copied_to(tmp_path, monkeypatch, said):
+    """fsspec then asks by LIST, whose answer counts: pyftpdlib's, and that of IIS."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    for name in ("ls", "info", "cat_file"):
+        real = getattr(type(system), name)
+
+        def act(*args, real=real, **options):
+            try:
+                return real(*args, **options)
+            except FileNotFoundError as error:
+                missing = error
+            try:
+                raise ftplib.error_perm(said)
+            except ftplib.error_perm:
+                try:
+                    raise ftplib.error_perm("550 No such file or directory.")
+                except ftplib.Error:
+                    raise FileNotFoundError(str(missing)) from None
+
+        monkeypatch.setattr(type(system), name, act)
+    with Checkpointer(tmp_path / "run", drain_to="memory://ftp") as checkpointer:
+        with pytest.raises(FileNotFoundError, match="no checkpoint"):
+            checkpointer.restore()
+        checkpointer.save(1, {"epoch": 1})
+    assert Checkpointer(tmp_path / "b", drain_to="memory://ftp").restore() == {"epoch": 1}
+    system.store.clear()
+
+
 def test_a_store_whose_errors_are_of_a_class_of_their_own_is_copied_to(
     tmp_path, monkeypatch
 ):

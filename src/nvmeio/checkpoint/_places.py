@@ -317,7 +317,10 @@ def _translated(error: Exception) -> Exception:
         of_ftp: Any = getattr(sys.modules.get("ftplib"), "Error", ())
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, of_ftp) and not str(cause).startswith(("450", "550")):
+            if isinstance(cause, of_ftp):
+                # The last answer: servers without MLSD have refused that one before LIST.
+                if str(cause).startswith(("450", "550")):
+                    break
                 return OSError(errno.EREMOTEIO, str(cause))
             cause = cause.__cause__ or cause.__context__
     elif getattr(error, "errno", None) == errno.ENOENT:
