@@ -196,7 +196,7 @@ def _lock(descriptor: int, doing: str) -> None:
 
 def _is_held_here(descriptor: int) -> bool:
     """Return whether another lock of this process is on the same file."""
-    locks = [each.descriptor for each in list(_of_parent) if isinstance(each, WriterLock)]
+    locks = [each.descriptor for each in _listed() if isinstance(each, WriterLock)]
     others = [each for each in locks if each not in (-1, descriptor)]
     # Another thread may release it meanwhile.
     with best_effort():
@@ -367,16 +367,21 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
-_of_parent: "weakref.WeakSet[_Closes]" = weakref.WeakSet()
+# By id(): a WeakSet cannot be listed while other threads add to it.
+_of_parent: "weakref.WeakValueDictionary[int, _Closes]" = weakref.WeakValueDictionary()
 
 
 def in_child_close(lock: _Closes) -> None:
     """Close a lock in forked children, which would hold it after the parent has died."""
-    _of_parent.add(lock)
+    _of_parent[id(lock)] = lock
+
+
+def _listed() -> list[_Closes]:
+    return [lock for each in _of_parent.valuerefs() if (lock := each()) is not None]
 
 
 def _close_in_child() -> None:
-    for lock in list(_of_parent):
+    for lock in _listed():
         lock.close()
 
 

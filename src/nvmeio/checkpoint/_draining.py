@@ -132,8 +132,8 @@ def drain(
     above it.  So are those of the default that `source` lacks, if they mark the file.  A
     drain that fails before it replaces a file leaves an older copy complete.
 
-    New folders and files of a mounted file system give nobody a right that their source
-    does not give.
+    New folders and files of a mounted file system give no right that the mode of their
+    source does not give.
 
     Errors that a retry will not cure (EEXIST, ENOSPC, EDQUOT, EROFS, EACCES, EPERM,
     ENOTDIR, ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
