@@ -1359,7 +1359,7 @@ def test_a_drain_of_several_checkpoints_keeps_the_marks_of_those_that_are_unchan
     assert removed == ["step-2/manifest.json"]
 
 
-def test_a_target_does_not_keep_the_mark_of_an_older_copy_that_the_source_lacks(tmp_path):
+def test_a_mark_that_the_source_lacks_goes_with_the_first_file_that_is_replaced(tmp_path):
     """As a save of torch.distributed.checkpoint leaves it that was killed."""
     source, target = tmp_path / "checkpoint", tmp_path / "far"
     source.mkdir()
@@ -1425,12 +1425,13 @@ def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, full_a
         ("model.safetensors.index.json", "model-1.safetensors"),
         ("diffusion_pytorch_model.safetensors.index.json", "part-1.safetensors"),
         ("pytorch_model.bin.index.json", "pytorch_model-1.bin"),
+        ("manifest.json", "tree.json"),
     ],
 )
-def test_a_target_keeps_no_index_of_an_older_model_that_the_source_lacks(
+def test_a_target_keeps_no_mark_of_an_older_copy_that_the_source_lacks(
     tmp_path, index, file
 ):
-    """As save_sharded() leaves it that was killed."""
+    """As save_sharded() or another drain leave it that were killed."""
     source, target = tmp_path / "model", tmp_path / "far"
     source.mkdir()
     for name in (index, file):

@@ -27,6 +27,7 @@ from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
+    TREE,
     Checksums,
     Manifest,
     Record,
@@ -61,13 +62,14 @@ _FINAL = (
 # The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (METADATA, MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
-_MARKED = {
-    METADATA: "*.distcp",
-    MANIFEST: TENSORS,
-    INDEX_NAME: "*.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json": "*.safetensors",
-    "pytorch_model.bin.index.json": "*.bin",
-}
+_MARKED = (
+    (METADATA, "*.distcp"),
+    (MANIFEST, TENSORS),
+    (MANIFEST, TREE),
+    (INDEX_NAME, "*.safetensors"),
+    ("diffusion_pytorch_model.safetensors.index.json", "*.safetensors"),
+    ("pytorch_model.bin.index.json", "*.bin"),
+)
 
 
 def drain(
@@ -213,12 +215,13 @@ class Drain:
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
         # Those that the target may still have from before.
-        self._marked = {
-            mark: files
-            for mark, files in _MARKED.items()
+        self._marked = [
+            (mark, files)
+            for mark, files in _MARKED
             if any(_is(mark, pattern) for pattern in names)
-        }
-        self._old_last = {os.path.join(f, mark) for f in folders for mark in self._marked}
+        ]
+        marks = {mark for mark, _ in self._marked}
+        self._old_last = {os.path.join(f, mark) for f in folders for mark in marks}
         self._old_last.update(self.last)
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
@@ -438,7 +441,7 @@ class Drain:
         for folder in _above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]
-        for mark, pattern in self._marked.items():
+        for mark, pattern in self._marked:
             if place < 0 and _is(name, pattern):
                 marks.append(os.path.join(os.path.dirname(name), mark))
         return marks
