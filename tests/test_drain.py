@@ -1693,3 +1693,17 @@ def test_a_missing_file_of_the_client_is_not_no_checkpoint(tmp_path, monkeypatch
         with pytest.warns(RuntimeWarning), pytest.raises(OSError, match="token") as caught:
             call()
         assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_key_that_this_host_lacks_is_not_a_missing_step(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "run", drain_to="memory://key/run") as checkpointer:
+        checkpointer.save(1, {"epoch": 1})
+
+    def connect(*_, **__):
+        (tmp_path / "key").read_text()
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", connect)
+    elsewhere = Checkpointer(tmp_path / "elsewhere", drain_to="memory://key/run")
+    with pytest.raises(OSError, match="key") as caught:
+        elsewhere.restore(1)
+    assert not isinstance(caught.value, FileNotFoundError)

@@ -268,7 +268,11 @@ class Connection:
         # store that does not answer would hold, and forked children would inherit.
         here, now = self._shared or self._here.__dict__, time.monotonic()
         if now - here.get("used", -math.inf) > IDLE_S_MAX:
-            system, base = self._connect()
+            try:
+                system, base = self._connect()
+            except FileNotFoundError as error:
+                # Of this host, such as a key for SFTP, and not the store's answer.
+                raise OSError(errno.EREMOTEIO, str(error)) from error
             # Only these may be used by several threads: of SFTP, two would wait for ever
             # for answers that the other one has taken.
             if getattr(system, "async_impl", False):

@@ -152,7 +152,8 @@ class Steps:
             there = what_is_in(folder)
         elif newest:
             there = f"there are the steps {_shown(newest)}"
-        copied, *_ = self.list_copies()
+        listed, *_ = self.list_copies()
+        copied = [each for each in listed if each != step]
         if self.copies is not None and copied:
             there += f"; in {self.copies.where} there are the steps {_shown(copied)}"
         words = f"no such checkpoint; {there}"
