@@ -1970,6 +1970,21 @@ def test_a_step_that_another_tool_still_copied_is_read_again(tmp_path):
     assert reader.restore()[0] == reader.latest() == 2
 
 
+def test_a_step_that_goes_while_it_is_looked_at_is_no_strangers(tmp_path, monkeypatch):
+    """As a copy that is pruned in the background."""
+    saver = Checkpointer(tmp_path)
+    saver.save(1, "a")
+    look = _roots._is_ours
+
+    def pruned(path):
+        shutil.rmtree(tmp_path / "step-1", ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr(_roots, "_is_ours", pruned)
+    with pytest.raises(FileNotFoundError):
+        saver.remove(1)
+
+
 def test_a_name_of_the_newest_step_that_is_zeros_is_renewed(tmp_path):
     """As a power failure leaves it on some file systems."""
     saver = Checkpointer(tmp_path)

@@ -16,6 +16,7 @@ from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import (
     dangling,
+    exists,
     exists_now,
     is_anothers,
     is_strangers,
@@ -252,6 +253,9 @@ def not_ours(folder: str) -> str | None:
         n for n in names if not (is_file[n] and (n in FILES or final_name(n) in FILES))
     ]
     ours = any(_is_ours(os.path.join(folder, name)) for name in (MANIFEST, TREE))
+    if not ours and not exists(folder):
+        # It was removed meanwhile, as by a thread that prunes copies.
+        return None
     if others and ours:
         shown = ", ".join(sorted(others)[:3])
         return f"besides the files of a step, it has {shown}"
