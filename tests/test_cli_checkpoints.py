@@ -148,6 +148,9 @@ def test_verify_reads_all_of_each_step(root):
         assert found.out.splitlines()[-1] == f"1 checkpoint, {int(step == 10)} bad"
     # The list checks only sizes.
     assert call_nvmeio("checkpoints", root).status == 0
+    root = root.rename(root.parent / "step-4")
+    found = call_nvmeio("verify", root)
+    assert (found.status, found.out.splitlines()[-1]) == (1, "3 checkpoints, 1 bad")
 
 
 @pytest.mark.parametrize(

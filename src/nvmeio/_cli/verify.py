@@ -60,14 +60,13 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 def _steps(folder: str) -> Iterator[tuple[Checkpointer, int, str]]:
     """Yield the steps of a root, or the one that a folder is, each with its folder."""
+    root, checkpointer = folder, Checkpointer(folder)
+    steps = checkpointer._steps.root.steps()[::-1]
     one = step_of(folder)
     # A checkpoint of torch.distributed.checkpoint may be in a folder with such a name.
-    if one is not None and not os.path.exists(os.path.join(folder, METADATA)):
+    if not steps and one is not None and not os.path.exists(os.path.join(folder, METADATA)):
         root, steps = one[0], [one[1]]
         checkpointer = Checkpointer(root)
-    else:
-        root, checkpointer = folder, Checkpointer(folder)
-        steps = checkpointer._steps.root.steps()[::-1]
     if not steps:
         words = f"{folder}: there are no checkpoints of nvmeio.checkpoint; "
         words += what_is_in(folder)
