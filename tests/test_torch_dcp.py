@@ -151,6 +151,20 @@ def test_a_state_that_could_not_be_read_is_not_written(tmp_path):
     assert not (tmp_path / "folder").exists()
 
 
+def test_torchs_option_to_map_files_matters_neither_to_saves_nor_to_loads(
+    tmp_path, monkeypatch
+):
+    config = importlib.import_module("torch.utils.serialization.config")
+    monkeypatch.setattr(config.load, "mmap", True)
+    state = {"small": torch.ones(3), "large": torch.ones(300, 300)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "will be refused")
+        save(tmp_path / "both", {**state, "epoch": 3})
+    into = {name: torch.zeros_like(value) for name, value in state.items()}
+    assert load(tmp_path / "both", into).keys() == state.keys()
+    assert all(torch.equal(into[name], value) for name, value in state.items())
+
+
 def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
     state = {"a": torch.arange(400_000.0).reshape(800, 500)}
     for writer in WRITERS:

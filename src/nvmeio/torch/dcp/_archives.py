@@ -30,9 +30,10 @@ LARGE_BYTES = 64 << 10
 HEAD_BYTES, TAIL_BYTES = 32 << 10, 4 << 10
 
 
-def load_allowed(text: IO[bytes]) -> Any:
-    """Load what torch.save has written; raise if it needs more than weights_only allows."""
-    return torch.load(text, weights_only=True, map_location="cpu")
+def load_allowed(text: IO[bytes], *, weights_only: bool = True) -> Any:
+    """Load what torch.save has written; raise if it needs more than is allowed."""
+    # Else torch's option config.load.mmap would count, which needs a path.
+    return torch.load(text, weights_only=weights_only, map_location="cpu", mmap=False)
 
 
 class Located(NamedTuple):

@@ -516,10 +516,7 @@ class _Reading:
                 load_allowed(io.BytesIO(text))
             self.planner.load_bytes(item, io.BytesIO(text))
             return
-        if self.reader.weights_only:
-            tensor = load_allowed(io.BytesIO(text))
-        else:
-            tensor = torch.load(io.BytesIO(text), weights_only=False, map_location="cpu")
+        tensor = load_allowed(io.BytesIO(text), weights_only=self.reader.weights_only)
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         # Slice only what differs, because some subclasses of tensors cannot be sliced.
         part = tensor
