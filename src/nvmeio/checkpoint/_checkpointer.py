@@ -550,7 +550,8 @@ class Checkpointer:
             shape of the saved one.  Entries that the checkpoint lacks stay as they are.
         names : collection of str, optional
             The parts of the state to read, such as ``["model", "optimizer/state/0"]``: the
-            keys of nested dicts, joined by slashes.  By default everything is read.
+            keys of nested dicts, joined by slashes.  By default everything is read.  Each
+            call reads the names of all tensors, so ask for many parts at once.
 
         Returns
         -------
