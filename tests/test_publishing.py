@@ -353,22 +353,6 @@ def test_files_are_replaced_where_no_mount_is_known(tmp_path, monkeypatch):
     assert (tmp_path / ".nvmeio-latest").read_text() == "step-2\n"
 
 
-def test_the_plug_in_of_lightning_loads_to_the_cpu_as_a_trainer_expects(
-    tmp_path, monkeypatch
-):
-    """The Trainer passes no map_location, and the file may name another's device."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("lightning")
-    from nvmeio.torch.lightning import CheckpointIO
-
-    path = tmp_path / "last.ckpt"
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.serialization, "location_tag", lambda _: "cuda:7")
-        CheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
-    found = CheckpointIO().load_checkpoint(path, weights_only=None)
-    assert found["weight"].device.type == "cpu"
-
-
 def test_the_plug_in_of_lightning_replaces_a_link(tmp_path):
     """It saves last.ckpt, which may be a link to the best checkpoint, in this way."""
     torch = pytest.importorskip("torch")

@@ -138,6 +138,16 @@ def test_processes_of_accelerate_save_together(tmp_path):
     } <= {*os.listdir(tmp_path / "step-5")}
 
 
+def test_a_checkpoint_is_loaded_to_the_cpu_as_a_trainer_expects(tmp_path, monkeypatch):
+    """The Trainer passes no map_location, and the file may name another's device."""
+    path = tmp_path / "last.ckpt"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda _: "cuda:7")
+        CheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
+    found = CheckpointIO().load_checkpoint(path, weights_only=None)
+    assert found["weight"].device.type == "cpu"
+
+
 @pytest.mark.parametrize("name", examples("lightning"))
 def test_the_example_of_a_public_name_runs(name, tmp_path, monkeypatch):
     run_example(name, tmp_path, monkeypatch)
