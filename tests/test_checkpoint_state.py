@@ -790,6 +790,9 @@ class TestInto:
             def _tree(self):
                 return {"a": Deferred(torch.float32, (4,), (1,), lambda: torch.ones(8))}
 
+            def _require_same(self):
+                """It has not changed."""
+
         state = {"deferred": State(), "last": np.arange(4)}
         with pytest.raises(ValueError, match="has 32 bytes, but said to be F32 of shape"):
             checkpointer.save_async(1, state, stage=stage).result()

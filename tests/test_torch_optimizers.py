@@ -29,6 +29,7 @@ from torch.optim.optimizer import (  # noqa: E402
 )
 
 import nvmeio.torch  # noqa: E402
+from nvmeio._memory.deferred import Deferred, DeferredState  # noqa: E402
 from nvmeio.checkpoint import Checkpointer  # noqa: E402
 from nvmeio.torch._offload import plan, store  # noqa: E402
 from workloads.optimizers import (  # noqa: E402
@@ -882,6 +883,31 @@ class TestStates:
             saving = checkpointer.save_async(1, items, stage=False)
             with pytest.raises(RuntimeError, match=r"save_async\(stage=False\), for"):
                 saving.result()
+            assert checkpointer.steps() == []
+
+    @pytest.mark.parametrize("stage", [False, True])
+    def test_states_that_change_while_the_rest_is_written_are_not_saved(
+        self, stage, tmp_path
+    ):
+        theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
+
+        class Late(DeferredState):
+            def _tree(self):
+                return Deferred(torch.int8, (1,), (1,), self.load)
+
+            def _require_same(self):
+                """It has not changed."""
+
+            def load(self):
+                # Of the last dtype, so that all states have been read.
+                run(1, theirs, ordinary, ours, offloaded, begin=1)
+                return torch.zeros(1, dtype=torch.int8)
+
+        with offloaded, Checkpointer(tmp_path / "run") as checkpointer:
+            run(1, theirs, ordinary, ours, offloaded)
+            state = {"optimizer": offloaded.state_items(), "z": Late()}
+            with pytest.raises(RuntimeError, match="have changed since state_items"):
+                checkpointer.save_async(1, state, stage=stage).result()
             assert checkpointer.steps() == []
 
     @pytest.mark.parametrize(

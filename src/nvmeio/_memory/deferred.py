@@ -36,3 +36,7 @@ class DeferredState:
     def _tree(self) -> Any:
         """Return nested dicts and lists of numbers, text, tensors and Deferred tensors."""
         raise NotImplementedError
+
+    def _require_same(self) -> None:
+        """Raise RuntimeError if the state has changed since this object was made."""
+        raise NotImplementedError

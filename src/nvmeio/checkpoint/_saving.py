@@ -52,9 +52,9 @@ class Plan:
         self.step, self.checksum = step, checksum
         # Keeps the tensors alive: some memory is known only by its address.
         self.state = state
-        tree, leaves = encode(state)
+        tree, leaves, self.deferred = encode(state)
         try:
-            said, others = encode(metadata)
+            said, others, _ = encode(metadata)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             # The message begins with the path.
@@ -84,20 +84,30 @@ class Plan:
         for each in self.layout.tensors:
             if each.end > each.begin:
                 _copy(self.stored[each.name].value, data[each.begin : each.end], each)
+        self._require_same()
         self.image = image
-        self.stored, self.state = {}, None
+        self.stored, self.state, self.deferred = {}, None, []
 
     def write(
         self, folder: Unfinished, stopped: Check, copied: Callable[[], object]
     ) -> None:
         """Write and sync the files; call `copied` when the state is no longer needed."""
         files = {TENSORS: self._write_tensors(folder, stopped)}
+        self._require_same()
         copied()
         files[TREE] = self._write_text(folder, TREE, self.tree)
         # To the microsecond, by which two saves of a step differ.
         saved = datetime.now().astimezone().isoformat(timespec="microseconds")
         manifest = Manifest(self.step, saved, self.checksum, BLOCK_BYTES, files)
         self._write_text(folder, MANIFEST, manifest.text())
+
+    def _require_same(self) -> None:
+        """Raise RuntimeError if a state on a drive has changed.
+
+        The parameters may have changed with it, and be written after it was read.
+        """
+        for state in self.deferred:
+            state._require_same()
 
     def _write_tensors(self, folder: Unfinished, stopped: Check) -> Record:
         seen = None if self.checksum is None else Checksums()

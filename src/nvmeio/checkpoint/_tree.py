@@ -55,18 +55,19 @@ def name_of(path: Iterable[Key]) -> str:
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
-def encode(state: Any) -> tuple[Any, list[Leaf]]:
-    """Return the tree of a state, and its tensors in the order of the tree.
+def encode(state: Any) -> tuple[Any, list[Leaf], list[DeferredState]]:
+    """Return the tree of a state, its tensors in the order of the tree, and what defers.
 
     Raise TypeError or ValueError, with the path, for a value that cannot be saved.
     """
     encoder = _Encoder()
-    return encoder.node(state, ()), encoder.leaves
+    return encoder.node(state, ()), encoder.leaves, encoder.deferred
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
+        self.deferred: list[DeferredState] = []
         self.within: set[int] = set()
         torch = sys.modules.get("torch")
         self.tensor = () if torch is None else (torch.Tensor,)
@@ -103,6 +104,8 @@ class _Encoder:
         if kind in (list, tuple, *_DICTS) or kind is self.size:
             return self._nested(value, kind, path)
         if isinstance(value, DeferredState):
+            value._require_same()
+            self.deferred.append(value)
             return self.node(value._tree(), path)
         if kind is self.dtype:
             return {"torch.dtype": str(value).removeprefix("torch.")}
