@@ -108,8 +108,8 @@ def what_is_in(folder: str) -> str:
         )
     if any(name.endswith(".distcp") for name in names):
         return (
-            "it has shards of torch.distributed.checkpoint but no .metadata, so the save "
-            "was not completed"
+            "it has shards of torch.distributed.checkpoint but no .metadata: the save was "
+            "not completed, or rank 0 has saved to another drive"
         )
     some = ", ".join(names[:_NAMES_MAX])
     if len(names) > _NAMES_MAX:
