@@ -866,6 +866,22 @@ class TestStates:
             with pytest.raises(RuntimeError, match="have changed since state_items"):
                 list(items)
 
+    def test_a_step_that_goes_on_is_not_said_to_have_failed(self, both, monkeypatch):
+        theirs, ordinary, ours, offloaded = both
+        run(1, theirs, ordinary, ours, offloaded)
+        items, update, said = offloaded.state_items(), offloaded._update, []
+
+        def updating(*arguments):
+            with pytest.raises(RuntimeError) as caught:
+                list(items)
+            said.append(str(caught.value))
+            return update(*arguments)
+
+        monkeypatch.setattr(offloaded, "_update", updating)
+        run(1, theirs, ordinary, ours, offloaded, begin=1)
+        assert said
+        assert all("have changed since state_items" in each for each in said)
+
     def test_states_that_change_while_they_are_read_are_not_saved(
         self, tmp_path, monkeypatch
     ):
