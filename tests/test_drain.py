@@ -407,6 +407,8 @@ def test_impossible_drains_are_refused(source, tmp_path):
         drain(source / "empty", tmp_path / "target")
     with pytest.raises(ValueError, match=r"Protocol not known"):
         drain(source, "nosuch://bucket/x")
+    with pytest.raises(ValueError, match="a URL; only the target may be one"):
+        drain("s3://bucket/x", tmp_path / "target")
     os.symlink("empty", source / "link")
     with pytest.raises(ValueError, match="link is not a regular file"):
         drain(source, tmp_path / "target")

@@ -1230,6 +1230,19 @@ def test_a_url_is_not_taken_for_a_local_folder(tmp_path, monkeypatch, kind):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", [FileSystemReader, HuggingFaceStorageReader])
+def test_a_url_to_load_from_is_refused(kind):
+    with pytest.raises(ValueError, match="a URL; copy it to a local folder"):
+        kind("s3://bucket/run")
+    with pytest.raises(ValueError, match="checkpoint_id is 's3://bucket/run', a URL"):
+        dcp.load(
+            {"a": torch.ones(3)},
+            storage_reader=kind("local"),
+            checkpoint_id="s3://bucket/run",
+            no_dist=True,
+        )
+
+
 @pytest.mark.parametrize("change", ["link", "chdir"])
 def test_a_checkpoint_stays_in_one_folder(tmp_path, monkeypatch, change):
     """The kernel resolves "..", and the program may change its folder meanwhile."""

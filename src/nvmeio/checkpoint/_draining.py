@@ -19,7 +19,7 @@ from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.kinds import MANIFEST, METADATA, TENSORS
-from nvmeio._files.paths import absolute_folder
+from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio._safetensors.places import INDEX_NAME
@@ -168,6 +168,7 @@ class Drain:
         saved: Manifest | None = None,
     ) -> None:
         self.source = absolute_folder("source", source)
+        refuse_url("source", source, "only the target may be one")
         self.place = place
         unordered = isinstance(last, (str, bytes, Set))
         names = [] if unordered else list(last)

@@ -35,7 +35,15 @@ from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._reading import OfRanks, Parts, by_files, nelements, told
+from nvmeio.torch.dcp._reading import (
+    OfRanks,
+    Parts,
+    by_files,
+    nelements,
+    refuse_store,
+    told,
+)
+from nvmeio.torch.dcp._writing import like
 
 __all__ = [
     "SAVE_KEY",
@@ -107,6 +115,11 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
     >>> state["weight"]
     tensor([0, 1, 2, 3])
     """
+
+    @like(hf_storage.HuggingFaceStorageReader.__init__)
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_store("path", path)
+        super().__init__(path, *args, **kwargs)
 
     @told
     def read_metadata(self) -> Metadata:

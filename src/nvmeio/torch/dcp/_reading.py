@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from nvmeio._arguments.checks import flag
+from nvmeio._files.paths import refuse_url
 from nvmeio._native.file import File
 from nvmeio._streams.pending import Pending
 from nvmeio._streams.reading import FILES_MAX
@@ -50,7 +51,7 @@ from nvmeio.torch.dcp._archives import (
 from nvmeio.torch.dcp._metadata import read_with_digest
 
 __all__ = ["FileSystemReader", "OfRanks", "Parts", "by_files", "nelements", "target_of"]
-__all__ += ["told"]
+__all__ += ["refuse_store", "told"]
 
 # The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
@@ -127,6 +128,12 @@ def told(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
     return read
 
 
+def refuse_store(name: str, path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for the URL of an object store, which is no folder to load from."""
+    words = "copy it to a local folder, or read it with torch's FsspecReader"
+    refuse_url(name, path, words)
+
+
 class OfRanks:
     """A reader whose ranks compare what they have read, before they change a tensor."""
 
@@ -135,6 +142,12 @@ class OfRanks:
     tries_ranks = False
     # Why there are none of all ranks.
     missing: FileNotFoundError | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder to load from, as torch's method."""
+        if checkpoint_id is not None:
+            refuse_store("checkpoint_id", checkpoint_id)
+        super().reset(checkpoint_id)  # type: ignore[misc]
 
     def _has_read(self, digest: str, folder: str) -> None:
         self._read = _Read(digest, os.path.abspath(folder), os.uname().nodename)
@@ -200,6 +213,7 @@ class FileSystemReader(OfRanks, filesystem.FileSystemReader):  # type: ignore[mi
         *,
         weights_only: bool = True,
     ) -> None:
+        refuse_store("path", path)
         super().__init__(path, _extension_registry)
         self.weights_only = flag("weights_only", weights_only)
 
