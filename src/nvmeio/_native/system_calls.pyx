@@ -108,14 +108,16 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
             # A signal handler raised it.
             raise
         return 0.0
-    for index in range(count):
-        low, high = index * pages // count, (index + 1) * pages // count
-        place = max(offset, (first + random.randrange(low, high)) * PAGE)
-        with nogil:
-            found = c_file.try_cached(descriptor, place)
-        if found < 0:
-            break
-        hits += found
-    # Later reads through this descriptor need their readahead back.
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-    return hits / count if found >= 0 else 0.0
+    try:
+        for index in range(count):
+            low, high = index * pages // count, (index + 1) * pages // count
+            place = max(offset, (first + random.randrange(low, high)) * PAGE)
+            with nogil:
+                found = c_file.try_cached(descriptor, place)
+            if found < 0:
+                return 0.0
+            hits += found
+    finally:
+        # Later reads through this descriptor need their readahead back.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+    return hits / count
