@@ -399,8 +399,11 @@ static void test_pages_are_counted(void)
     CHECK(nvmeio_cached_pages(fd, 1, 1) == 1);
     CHECK(nvmeio_cached_pages(fd, PAGE, PAGE) == 0);
     CHECK(nvmeio_cached_pages(fd, PAGE - 1, (size_t)STRIDE) == 2);
+    CHECK(nvmeio_try_cached(fd, 1) == 1);
+    CHECK(nvmeio_try_cached(fd, (int64_t)FILE_BYTES) == 0);
     close(fd);
     CHECK(nvmeio_cached_pages(fd, 0, PAGE) == -EBADF);
+    CHECK(nvmeio_try_cached(fd, 1) == -EBADF);
 }
 
 int main(void)
