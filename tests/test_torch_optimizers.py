@@ -880,7 +880,7 @@ class TestStates:
         monkeypatch.setattr(offloaded, "_update", updating)
         run(1, theirs, ordinary, ours, offloaded, begin=1)
         assert said
-        assert all("have changed since state_items" in each for each in said)
+        assert all("step 2 goes on" in each for each in said)
 
     def test_states_that_change_while_they_are_read_are_not_saved(
         self, tmp_path, monkeypatch

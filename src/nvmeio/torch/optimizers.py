@@ -317,7 +317,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 self._store.require_lock()
             # From here on, an error leaves the step half done.
             updated += 1
-            self._failed = f"step {self._steps} has failed half-way"
+            self._failed = f"step {self._steps} goes on"
             self._changes += 1
             self._update(window, view, active, first)
 
@@ -326,7 +326,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             for window in self._windows
             if any(piece.param in active for piece in window.pieces())
         ]
-        self._store.walk(windows, lambda piece: piece.param in active, update)
+        try:
+            self._store.walk(windows, lambda piece: piece.param in active, update)
+        except BaseException:
+            if self._failed:
+                self._failed = f"step {self._steps} has failed half-way"
+            raise
         self._failed = ""
         # A scheduler that was made with the inner optimizer checks this.
         self.inner._opt_called = True

@@ -110,14 +110,12 @@ class StateItems(DeferredState):
         return merged
 
     def _require_same(self) -> None:
-        # Before it asks for a step that failed: one that goes on is not told from that.
-        self._optimizer._require_process()
+        self._optimizer._require_usable()
         if self._optimizer._changes != self._changes:
             raise RuntimeError(
                 "the states have changed since state_items(); wait until they are saved "
                 "before the next step: with save_async(stage=False), for `staged`"
             )
-        self._optimizer._require_usable()
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         self._require_same()
