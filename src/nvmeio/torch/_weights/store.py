@@ -524,6 +524,8 @@ class Store:
         except BaseException:
             # The traceback must not keep them in memory.
             found.clear()
+            for reading in readings.values():
+                reading.waiting.discard(this)
             readings.clear()
             del this
             self._mend()
@@ -576,7 +578,9 @@ class Store:
         """Make what is counted true again after an error, or Ctrl-C anywhere."""
         with self._lock:
             for weight in self.weights:
-                if weight.reading is not None and weight.reading.is_abandoned:
+                reading = weight.reading
+                # What was read ahead may have met the fault that is gone by the next call.
+                if reading is not None and (reading.is_abandoned or not reading.waiting):
                     weight.reading = None
                 if weight.is_part and weight.values is not None:
                     self._recent.setdefault(weight)
