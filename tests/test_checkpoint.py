@@ -2053,6 +2053,27 @@ def test_a_named_step_that_was_set_aside_gets_its_name_back(tmp_path, copied):
         again.verify(5)
 
 
+def test_a_step_that_was_set_aside_is_found_by_a_host_with_an_old_list(
+    tmp_path, monkeypatch
+):
+    """As NFS caches it, until the host asks for a name."""
+    root, exists_now, asked = tmp_path / "root", _roots.exists_now, []
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(4, 4)
+        old = os.listdir(root)
+        checkpointer.save(5, 5)
+    os.rename(root / "step-5", root / ".step-5.another-host-77-1234-0a0b0c0d.nvmeio-old")
+    listdir = os.listdir
+
+    def asking(path):
+        asked.append(path)
+        return exists_now(path)
+
+    monkeypatch.setattr(_roots, "exists_now", asking)
+    monkeypatch.setattr(os, "listdir", lambda path: listdir(path) if asked else old)
+    assert Checkpointer(root).restore() == 5
+
+
 def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypatch):
     """Python code of threading that an exception ends half-way keeps its locks."""
     write, go_on = _saving.Plan.write, threading.Event()

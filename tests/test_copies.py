@@ -30,6 +30,7 @@ from nvmeio.checkpoint import (
     _draining,
     _places,
     _roots,
+    _stores,
     drain,
 )
 from nvmeio.checkpoint._draining import Drain
@@ -1840,6 +1841,39 @@ def test_runs_that_copy_other_steps_to_one_store_remove_none_of_each_other(tmp_p
         told.append(type(one.drained.exception()))
     assert told == [FileExistsError, type(None), type(None)]
     assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [50, 1000, 1010]
+
+
+def test_a_step_that_another_run_copies_just_before_a_prune_stays(tmp_path, monkeypatch):
+    """After the look for such runs, and a step that this run has copied itself."""
+    far, alone, copied = "memory://late", _stores.Store._require_alone, []
+    fsspec.filesystem("memory").store.clear()
+    one = Checkpointer(tmp_path / "a", drain_to=far, keep=1)
+    two = Checkpointer(tmp_path / "b", drain_to=far, keep=3)
+    for step in (10, 20):
+        one.save(step, "one")
+        one.drained.result()
+
+    def late(store):
+        alone(store)
+        if not copied:
+            copied.append(7)
+            with pytest.warns(RuntimeWarning, match="7 is pruned first"):
+                two.save(7, "two")
+            two.drained.result()
+            # It has also gone back to a step of the other, and takes it for its own.
+            two.save(20, "two")
+            copied.append(two.drained.exception())
+
+    monkeypatch.setattr(_stores.Store, "_require_alone", late)
+    one.save(30, "one")
+    one.drained.result()
+    reader = Checkpointer(tmp_path / "c", drain_to=far)
+    assert copied == [7, None]
+    assert {step: reader.restore(step) for step in reader.steps()} == {
+        7: "two",
+        20: "two",
+        30: "one",
+    }
 
 
 def test_a_target_that_is_stale_is_named_at_once(tmp_path, monkeypatch):

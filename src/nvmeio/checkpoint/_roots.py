@@ -523,6 +523,10 @@ class Root:
         folder, stale = self.folder(step), False
         for _ in range(TRIES):
             if not exists_now(folder):
+                # Its writer may have been killed after it had set it aside.  This host has
+                # just asked for the name, so its list of the root is no longer an old one.
+                self.put_back()
+            if not exists_now(folder):
                 if self.named() != step:
                     raise GoneError
                 # It may have come before it was named.

@@ -446,8 +446,12 @@ class Store:
                 log.warning("what a copy has left was not removed: %s", error)
 
     def is_anothers(self, step: int) -> bool:
-        """Return whether another writer has added a step, which does not count."""
-        return step in self._foreign
+        """Return whether another writer has added a step, which does not count.
+
+        Or may have, since this looked for such steps last.
+        """
+        expected = self._expected
+        return step in self._foreign or (expected is not None and step not in expected)
 
     def discard_left(self, step: int) -> None:
         """Remove the unfinished attempts of processes of this host that have died.
@@ -466,6 +470,11 @@ class Store:
         attempts = self._attempts(step)
         if not attempts:
             raise GoneError
+        known = self._known
+        if step >= self._first and any(
+            each.complete and each.number and each.folder not in known for each in attempts
+        ):
+            raise self._conflict(step)
 
         def remove() -> None:
             self._complete.discard(step)
