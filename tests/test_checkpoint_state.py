@@ -1011,6 +1011,24 @@ def test_hostile_trees_are_refused(checkpointer, node):
         checkpointer.restore(1)
 
 
+def test_an_array_has_no_more_dimensions_than_numpy_allows(checkpointer):
+    """But a tensor may, also one that shares its memory."""
+    base = torch.arange(4.0)
+    state = {"base": base, "deep": base[:2].view([2] + [1] * 69)}
+    checkpointer.save(1, state)
+    restored = checkpointer.restore(1)
+    assert torch.equal(restored["deep"].view(2), base[:2])
+    assert restored["deep"].shape == state["deep"].shape
+    checkpointer.save(1, {"x": state["deep"].clone()})
+
+    def change(said):
+        said["state"]["dict"]["x"] = {"array": "x"}
+
+    change_tree(checkpointer, change)
+    with pytest.raises(CheckpointError, match=r"state\['x'\] is stored with 70 dimensions"):
+        checkpointer.restore(1)
+
+
 @pytest.mark.parametrize("first", [{"strides": [4, 8]}, {}])
 def test_memory_is_needed_once_for_each_stored_tensor(checkpointer, first):
     """Of a tensor in another order of elements, each name would need a copy."""
@@ -1025,14 +1043,15 @@ def test_memory_is_needed_once_for_each_stored_tensor(checkpointer, first):
         checkpointer.restore(1)
 
 
-def test_a_tree_that_is_too_deep_is_damage(checkpointer):
+@pytest.mark.parametrize("which", ["state", "metadata"])
+def test_a_tree_that_is_too_deep_is_damage(checkpointer, which):
     checkpointer.save(1, {"x": 1})
-    for depth in (DEPTH_MAX + 2, 100_000):
+    for depth in (DEPTH_MAX + 2, 600, 100_000):
         text = "[" * depth + "]" * depth
         folder = checkpointer.root / "step-1"
 
         def change(said):
-            said["state"] = "HERE"
+            said[which] = "HERE"
 
         change_tree(checkpointer, change)
         tree = (folder / "tree.json").read_text().replace('"HERE"', text)
@@ -1041,7 +1060,10 @@ def test_a_tree_that_is_too_deep_is_damage(checkpointer):
         manifest["files"]["tree.json"]["nbytes"] = len(tree)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=r"tree\.json"):
-            checkpointer.restore(1)
+            checkpointer.restore(1) if which == "state" else checkpointer.metadata(1)
+        if which == "metadata" and depth == 600:
+            with Held(str(folder), 1) as held, pytest.raises(CheckpointError, match="deep"):
+                held.plain_metadata()
         checkpointer.save(1, {"x": 1})
 
 

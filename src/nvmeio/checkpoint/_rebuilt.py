@@ -28,7 +28,7 @@ __all__ += ["same_memory"]
 _FLAGS = ("parameter", "buffer", "transient", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "strides", "view", "device", *_FLAGS}
 _EXTENT_MAX = (1 << 63) - 1
-# The limit of numpy and of torch.
+# The limit of numpy; torch has none.
 _DIMENSIONS_MAX = 64
 
 
@@ -74,6 +74,9 @@ def _part_of(
     tensor = stored.get(name) if isinstance(name, str) else None
     if tensor is None:
         raise CheckpointError(f"needs the tensor {name!r:.100}, which the file lacks")
+    if not by_torch and len(tensor.shape) > _DIMENSIONS_MAX:
+        words = f"is stored with {len(tensor.shape)} dimensions; an array has at most"
+        raise CheckpointError(f"{words} {_DIMENSIONS_MAX}")
     flags = tuple(word for word in _FLAGS if node.get(word) is True)
     if flags and not by_torch:
         raise CheckpointError(f"is an array, and cannot have {', '.join(flags)}")
@@ -131,7 +134,8 @@ def _sized_part_of(
         shape = tensor.shape[:-1]
         return Part(path, tensor, by_torch, dtype, shape, "pairs", None, flags)
     shape = _integers(node["shape"], "shape", 0)
-    if len(shape) > _DIMENSIONS_MAX or math.prod(shape) * dtype.itemsize > _EXTENT_MAX:
+    too_many = not by_torch and len(shape) > _DIMENSIONS_MAX
+    if too_many or math.prod(shape) * dtype.itemsize > _EXTENT_MAX:
         raise CheckpointError(f"has an invalid shape: {shape!r:.100}")
     nbytes = tensor.end - tensor.begin
     if "view" not in node:

@@ -162,7 +162,11 @@ class Held:
 
     def plain_metadata(self) -> Any:
         """Return the metadata as plain JSON."""
-        return plain(self.tree()["metadata"])
+        try:
+            return plain(self.tree()["metadata"])
+        except RecursionError:
+            path = os.path.join(self.folder, TREE)
+            raise CheckpointError(f"{path} has metadata that are nested too deep") from None
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all files, and raise CheckpointError if a checksum differs."""
