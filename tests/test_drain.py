@@ -1552,6 +1552,71 @@ def test_a_store_with_an_error_of_its_own_for_a_missing_file_is_copied_to(
     system.store.clear()
 
 
+@pytest.fixture
+def ftp(tmp_path):
+    """A server, as the URL of a folder, the folder, and what it refuses once."""
+    authorizers = pytest.importorskip("pyftpdlib.authorizers")
+    from pyftpdlib.handlers import FTPHandler
+    from pyftpdlib.servers import FTPServer
+
+    home, refused, ended = tmp_path / "home", [], threading.Event()
+    home.mkdir()
+
+    class Handler(FTPHandler):
+        authorizer = authorizers.DummyAuthorizer()
+        authorizer.add_user("user", "password", str(home), perm="elradfmwMT")
+
+        def pre_process_command(self, line, command, argument):
+            if command == "MLSD" and refused and argument.endswith(refused[0]):
+                refused.clear()
+                self.respond("426 Connection closed; transfer aborted.")
+            else:
+                super().pre_process_command(line, command, argument)
+
+    server = FTPServer(("127.0.0.1", 0), Handler)
+
+    def serve():
+        while not ended.is_set():
+            server.serve_forever(timeout=0.01, blocking=False)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    port = server.socket.getsockname()[1]
+    yield f"ftp://user:password@127.0.0.1:{port}/run", home / "run", refused
+    ended.set()
+    thread.join()
+    server.close_all()
+
+
+def test_a_list_that_ftp_has_not_sent_is_no_empty_folder(tmp_path, ftp):
+    """fsspec returns one."""
+    far, folder, refused = ftp
+    saver = Checkpointer(tmp_path / "near", drain_to=far)
+    for step in (1, 2):
+        saver.save(step, step)
+        saver.drained.result()
+    reader = Checkpointer(tmp_path / "elsewhere", drain_to=far)
+    for calls, end in (
+        ((reader.restore, reader.steps, lambda: reader.restore(2)), "run/step-2"),
+        ((lambda: reader.restore(1), lambda: saver.remove(1)), "run/step-1"),
+    ):
+        for call in calls:
+            refused.append(end)
+            with pytest.raises(OSError, match="has not listed it") as told:
+                call()
+            assert told.value.errno == errno.EREMOTEIO
+    # As if it could not be written, which is only logged.
+    (folder / ".nvmeio-latest").unlink()
+    for call in (reader.restore, reader.latest):
+        refused.append("run/step-2")
+        with pytest.raises(OSError, match="has not listed it"):
+            call()
+    assert (reader.restore(), reader.steps()) == (2, [1, 2])
+    saver.remove(1)
+    assert not (folder / "step-1").exists()
+    saver.close()
+
+
 def test_an_error_of_ftp_that_passes_does_not_mean_that_there_is_no_checkpoint(
     tmp_path, monkeypatch
 ):

@@ -45,6 +45,10 @@ _WITHOUT_FOLDERS = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 # Of these, those which replace an object as a whole, once it is complete.
 _ATOMIC = {"s3", "s3a", "gs", "gcs"}
 
+# Of fsspec's file systems, those which list a folder as empty after an error of the server.
+# They keep a list that was not an error.
+_EMPTY_AFTER_ERRORS = {"ftp"}
+
 # Modules of the clients of stores.  What they miss are no objects, which fsspec's file
 # systems miss themselves.
 _OF_CREDENTIALS = (
@@ -340,6 +344,7 @@ class Remote:
         self.root = root
         atomic = root.partition("://")[0] in _ATOMIC
         self.replaced_at = "finish" if atomic else "open"
+        self._is_empty_after_errors = root.partition("://")[0] in _EMPTY_AFTER_ERRORS
         self._connection, self._folder = connection, folder
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
@@ -347,10 +352,13 @@ class Remote:
     def path(self, name: str) -> str:
         return "/".join((self._connection.base, *filter(None, (self._folder, name))))
 
+    def _shown(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}".rstrip("/")
+
     def below(self, name: str) -> "Remote":
         """Return a folder below this one."""
         folder = f"{self._folder}/{name}".lstrip("/")
-        return Remote(self._connection, f"{self.root.rstrip('/')}/{name}", folder)
+        return Remote(self._connection, self._shown(name), folder)
 
     def free_bytes(self) -> None:
         return None
@@ -396,6 +404,10 @@ class Remote:
             return bytes(system.cat_file(self.path(name), start=0, end=nbytes))
 
     def size(self, name: str) -> int | None:
+        if self._is_empty_after_errors:
+            # A name that is not in the list of its folder is missing.
+            folder, _, last = name.rpartition("/")
+            return self.sizes(folder).get(last)
         try:
             with self._connection.system() as system:
                 system.invalidate_cache()
@@ -425,6 +437,11 @@ class Remote:
             with self._connection.system() as system:
                 system.invalidate_cache()
                 found = system.ls(path, detail=True)
+                if not found and self._is_empty_after_errors:
+                    lists = system.dircache
+                    if lists.use_listings_cache and f"/{path.strip('/')}" not in lists:
+                        words = "the server has not listed it; try again"
+                        raise OSError(errno.EREMOTEIO, words, self._shown(folder))
         except FileNotFoundError:
             return {}
         return {
