@@ -41,10 +41,11 @@ def test_steps_are_listed_with_their_sizes_and_age(root):
 
 
 def test_a_step_that_a_run_prunes_meanwhile_is_not_listed(root, monkeypatch):
-    entered = Held.__enter__
+    entered, pruned = Held.__enter__, []
 
     def enter_and_prune(held):
-        if held.step == 2:
+        if not pruned:
+            pruned.append(10)
             with Checkpointer(root, keep=None) as run:
                 run.remove(10)
         return entered(held)
@@ -53,6 +54,25 @@ def test_a_step_that_a_run_prunes_meanwhile_is_not_listed(root, monkeypatch):
     found = call_nvmeio("checkpoints", root)
     assert found.status == 0, found.err
     assert found.out.splitlines()[-1] == "2 steps, 2 complete"
+
+
+def test_a_step_is_listed_whatever_a_run_does_meanwhile(tmp_path, monkeypatch):
+    """It keeps one, and saves the next."""
+    begun, left = Held.__init__, [3]
+    with Checkpointer(tmp_path, keep=1) as run:
+        run.save(1, 1)
+
+        def save_and_begin(held, folder, step):
+            if left[0]:
+                left[0] -= 1
+                run.save(step + 1, 1)
+            begun(held, folder, step)
+
+        monkeypatch.setattr(Held, "__init__", save_and_begin)
+        found = call_nvmeio("checkpoints", tmp_path)
+    assert found.status == 0, found.err
+    assert found.out.splitlines()[-1] == "1 step, 1 complete"
+    assert left == [0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from nvmeio._files.paths import exists
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
 
+# How often to list the steps, while a run that goes on removes and replaces them.
+LISTS_MAX = 10
+
 NOTES = """\
 A step is complete if all of its files are there and have the right size; nvmeio
 verify also checks their bytes.  The exit status is 1 if a step is damaged, or
@@ -47,18 +50,24 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
             f"{options.root}: it is the folder of step {one[1]}; its ROOT is the folder "
             f"above: nvmeio checkpoints {parent}"
         )
-    found = []
-    for step in reversed(steps):
-        said = _described(options.root, step, metadata=options.json)
-        # A run that goes on may have removed it since the steps were listed.
-        if said["complete"] or exists(place.folder(step)) or place.named() == step:
-            found.append(said)
+    before = None
+    for _ in range(LISTS_MAX):
+        found = []
+        for step in reversed(steps):
+            said = _described(options.root, step, metadata=options.json)
+            # A run that goes on may have removed it since the steps were listed.
+            if said["complete"] or exists(place.folder(step)) or place.named() == step:
+                found.append(said)
+        seen, steps = steps, place.steps()
+        complete = sum(each["complete"] for each in found)
+        if steps == seen and (complete == len(found) or found == before):
+            break
+        before = found
     left = [name for name in os.listdir(options.root) if name.endswith(".nvmeio-tmp")]
     if options.json:
         terminal.say(json.dumps({"steps": found, "unfinished": sorted(left)}, indent=2))
     else:
         _show(found, terminal)
-        complete = sum(each["complete"] for each in found)
         words = f"{len(found)} step{'s' * (len(found) != 1)}, {complete} complete"
         if left:
             words += f"; {len(left)} unfinished, or left by a process that died, which the "
@@ -66,7 +75,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         elif not found:
             words += f"; {what_is_in(options.root)}"
         terminal.say(words)
-    return 0 if found and all(each["complete"] for each in found) else 1
+    return 0 if found and complete == len(found) else 1
 
 
 def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
