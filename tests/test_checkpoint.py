@@ -1619,6 +1619,20 @@ def test_a_full_drive_is_refused_before_writing(checkpointer, root, monkeypatch)
     assert sorted(os.listdir(root)) == [".nvmeio-latest", ".nvmeio-lock", "step-1"]
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 4000, 200_000])
+def test_the_blocks_of_all_files_are_reserved(checkpointer, root, monkeypatch, nbytes):
+    reserve, reserved = _saving.reserve, []
+
+    def noting(file, amount, path):
+        reserved.append(amount)
+        reserve(file, amount, path)
+
+    monkeypatch.setattr(_saving, "reserve", noting)
+    checkpointer.save(1, {"x": np.ones(nbytes, np.uint8)})
+    used = sum(512 * path.stat().st_blocks for path in (root / "step-1").iterdir())
+    assert reserved[0] >= used
+
+
 def test_a_step_has_no_open_file_when_its_files_are_removed(root, monkeypatch):
     """NFS and FUSE would leave the file, by another name, and so the folder."""
     remove, seen = folders.discard, []

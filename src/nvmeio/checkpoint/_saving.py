@@ -120,7 +120,7 @@ class Plan:
 
         handle = default_handle()
         with File(os.path.join(folder.path, TENSORS), "x") as file:
-            reserve(file, self.nbytes, folder.target)
+            reserve(file, self._needed(folder.path), folder.target)
             file.truncate(self.total)
             with naming(folder.target):
                 if self.image is None:
@@ -136,6 +136,13 @@ class Plan:
                 # If this fails, bytes may be missing.
                 file.close()
         return Record(self.total, None if seen is None else seen.sums())
+
+    def _needed(self, folder: str) -> int:
+        """Return what all files need, in whole blocks of the file system."""
+        block = max(os.statvfs(folder).f_frsize, 1)
+        manifest = 1024 + 16 * (self.nbytes // BLOCK_BYTES)
+        sizes = self.total, len(self.tree), manifest
+        return sum(-(-size // block) * block for size in sizes)
 
     def _write_text(self, folder: Unfinished, name: str, text: bytes) -> Record:
         path = os.path.join(folder.path, name)
