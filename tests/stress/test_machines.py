@@ -332,6 +332,12 @@ def test_what_a_host_remembers_as_missing_is_found(machines):
         here.remove(2)
         here.save(2, {"step": "2 again"})
         assert there.restore() == {"step": "2 again"}
+        with pytest.raises(FileNotFoundError):
+            there.restore(3)
+        here.save(3, {"step": 3})
+    with there:
+        there.save(3, {"step": "3 again"})
+    assert here.restore() == {"step": "3 again"}
 
 
 @pytest.mark.amount(short=4, full=70, long=700)

@@ -11,7 +11,7 @@ from nvmeio._events.log import log
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
 from nvmeio._files.locks import in_child_close
-from nvmeio._files.paths import exists, naming
+from nvmeio._files.paths import exists_now, naming
 from nvmeio._native.descriptor import TemporaryName, remove_tree
 from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio._publish.attributes import become_like
@@ -90,7 +90,8 @@ class Unfinished:
             )
         parent = os.path.dirname(self.target)
         with opened(parent, FOLDER) as descriptor:
-            old = self.replace and exists(self.target)
+            # Another host may have made it, which NFS here still remembers as missing.
+            old = self.replace and exists_now(self.target)
             if old:
                 _check_target(self.target, self.replace)
                 become_like(self.descriptor, self.target)

@@ -778,7 +778,6 @@ class Checkpointer:
 
         check_progress(progress)
         step = step_of(step)
-        self._steps.root.put_back()
         try:
             self._steps.root.read(step, read)
         except CallbackError as error:

@@ -104,9 +104,6 @@ class StepPlace(Protocol):
     def name(self, step: int | None) -> None:
         """Name the newest step, or none, as far as that succeeds."""
 
-    def put_back(self) -> None:
-        """Give steps their names back that dead processes have set aside."""
-
     def identity(self, step: int) -> str | None:
         """Return the identity of a save; None unless all files are there, undamaged."""
 
@@ -397,11 +394,8 @@ class Root:
         """Return the path of a step's folder."""
         return os.path.join(self.where, f"step-{step}")
 
-    def put_back(self) -> None:
-        """Give steps their names back that dead processes have set aside."""
-        self._names()
-
     def _names(self) -> list[str]:
+        """List the root; give steps their names back that dead processes have set aside."""
         try:
             names = os.listdir(self.where)
             if put_back(self.where, names):
@@ -525,7 +519,7 @@ class Root:
             if not exists_now(folder):
                 # Its writer may have been killed after it had set it aside.  This host has
                 # just asked for the name, so its list of the root is no longer an old one.
-                self.put_back()
+                self._names()
             if not exists_now(folder):
                 if self.named() != step:
                     raise GoneError

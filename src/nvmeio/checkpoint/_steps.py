@@ -55,7 +55,6 @@ class Steps:
         """
         if step is not None:
             step = step_of(step)
-            self.root.put_back()
             try:
                 return step, self.here_or_copy(step, read, files, self.agreed.get(step))
             except GoneError:
@@ -128,7 +127,6 @@ class Steps:
             if self.copies is None or not (is_lost(error) or isinstance(error, OtherError)):
                 raise
             try:
-                self.copies.put_back()
                 found = self.copies.read(step, read_agreed, files)
             except GoneError:
                 raise error from None

@@ -355,9 +355,6 @@ class Store:
     def release(self) -> None:
         """Do nothing: there are no locks."""
 
-    def put_back(self) -> None:
-        """Do nothing: nothing is set aside."""
-
     def settle(self) -> None:
         """Do nothing: a store makes removals durable itself."""
 
