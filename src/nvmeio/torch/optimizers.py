@@ -64,7 +64,8 @@ def offload(
     -------
     OffloadedOptimizer
         An optimizer whose updates are the same to the last bit; in half precision, a few
-        elements of a parameter that must be split may differ in it.
+        elements of a parameter that must be split may differ in it, and more with SGD's
+        ``foreach=True`` when some parameters get their first gradient later than others.
 
     Raises
     ------
