@@ -524,9 +524,8 @@ class Store:
         except BaseException:
             # The traceback must not keep them in memory.
             found.clear()
-            for reading in readings.values():
-                reading.waiting.discard(this)
-            readings.clear()
+            while readings:
+                readings.popitem()[1].waiting.discard(this)
             del this
             self._mend()
             raise
