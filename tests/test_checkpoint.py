@@ -1725,6 +1725,7 @@ def test_contents_are_synced_before_the_rename_and_the_name_after_it(root, there
 
 CALLS = (
     *("fsync", "renameat2", "mkdir", "write", "fallocate", "ftruncate", "openat", "flock"),
+    *("link", "statfs"),
     "pwrite64",
 )
 

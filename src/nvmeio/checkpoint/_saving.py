@@ -1,5 +1,6 @@
 """Plan, write and sync the files of a checkpoint."""
 
+import contextlib
 import functools
 import json
 import os
@@ -139,7 +140,10 @@ class Plan:
 
     def _needed(self, folder: str) -> int:
         """Return what all files need, in whole blocks of the file system."""
-        block = max(os.statvfs(folder).f_frsize, 1)
+        block = 0
+        with contextlib.suppress(OSError):
+            block = os.statvfs(folder).f_frsize
+        block = max(block, 4096)
         manifest = 1024 + 16 * (self.nbytes // BLOCK_BYTES)
         sizes = self.total, len(self.tree), manifest
         return sum(-(-size // block) * block for size in sizes)
