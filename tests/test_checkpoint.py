@@ -30,6 +30,7 @@ import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
+from nvmeio._files import paths
 from nvmeio._publish import folders
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import temporary_name
@@ -2071,8 +2072,8 @@ def test_a_named_step_that_was_set_aside_gets_its_name_back(tmp_path, copied):
 def test_a_step_that_was_set_aside_is_found_by_a_host_with_an_old_list(
     tmp_path, monkeypatch
 ):
-    """As NFS caches it, until the host asks for a name."""
-    root, exists_now, asked = tmp_path / "root", _roots.exists_now, []
+    """As NFS caches it, until the host asks about the folder."""
+    root, ask_anew, asked = tmp_path / "root", _roots.ask_anew, []
     with Checkpointer(root) as checkpointer:
         checkpointer.save(4, 4)
         old = os.listdir(root)
@@ -2082,11 +2083,27 @@ def test_a_step_that_was_set_aside_is_found_by_a_host_with_an_old_list(
 
     def asking(path):
         asked.append(path)
-        return exists_now(path)
+        ask_anew(path)
 
-    monkeypatch.setattr(_roots, "exists_now", asking)
+    monkeypatch.setattr(_roots, "ask_anew", asking)
     monkeypatch.setattr(os, "listdir", lambda path: listdir(path) if asked else old)
     assert Checkpointer(root).restore() == 5
+
+
+@pytest.mark.parametrize("what", ["root", "root/step-5"])
+def test_what_nfs_remembers_as_missing_is_asked_for(tmp_path, monkeypatch, what):
+    """NFS forgets that once it has asked about the folder that has the name."""
+    there, hidden = tmp_path / what, tmp_path / "hidden"
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.save(5, 5)
+    there.rename(hidden)
+
+    def asking(path):
+        if path == str(there.parent) and hidden.exists():
+            hidden.rename(there)
+
+    monkeypatch.setattr(paths, "ask_anew", asking)
+    assert Checkpointer(tmp_path / "root").restore() == 5
 
 
 def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypatch):

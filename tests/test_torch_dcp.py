@@ -39,6 +39,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import nvmeio
 from helpers import pairs_of_one_hash
+from nvmeio._files import paths
 from nvmeio._publish import names
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
@@ -635,6 +636,22 @@ def test_files_of_failed_saves_do_not_accumulate(tmp_path, shared):
     options = {"folders": folders, "failing": 2, "times": 3}
     found = together(tmp_path, work.save_and_fail_again, 3, **options)
     assert found == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_what_nfs_remembers_as_missing_is_loaded(tmp_path, monkeypatch):
+    """NFS forgets that once it has asked about the folder that has the name."""
+    there, hidden = tmp_path / "step-5", tmp_path / "hidden"
+    dcp.save({"x": torch.arange(5)}, storage_writer=FileSystemWriter(there))
+    there.rename(hidden)
+
+    def asking(path):
+        if path == str(tmp_path) and hidden.exists():
+            hidden.rename(there)
+
+    monkeypatch.setattr(paths, "ask_anew", asking)
+    found = {"x": torch.zeros(5, dtype=torch.int64)}
+    dcp.load(found, storage_reader=FileSystemReader(there))
+    assert found["x"].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("view", ["drives", "stale"])

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any
 
-from nvmeio._native.descriptor import Descriptor, contents_of, opened
+from nvmeio._native.descriptor import Descriptor, ask_anew, contents_of, opened
 
 __all__ = [
     "FOLDER",
     "Descriptor",
+    "ask_anew",
     "best_effort",
     "closing",
     "contents_of",

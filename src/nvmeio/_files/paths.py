@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, contents_of, opened
+from nvmeio._files.descriptors import FOLDER, ask_anew, contents_of, opened
 
 __all__ = [
     "absolute",
@@ -148,15 +148,19 @@ _NO_LINK = (
 def exists_now(path: str) -> bool:
     """Return whether a name exists, even if this host remembers that it does not.
 
-    FUSE and NFS keep for a while that a name was not there.  To make a link, the kernel
-    asks the file system again; and a link to a folder is never made.  The dot makes sure
-    that it is a folder, not a symbolic link to one, which could be linked.
+    FUSE and NFS keep for a while that a name was not there.  NFS forgets it where the
+    folder has changed.  Of FUSE, the kernel asks again to make a link, which is never made
+    to a folder.  The dot makes sure that it is one, not a symbolic link, which could be
+    linked.
     """
     if exists(path):
         return True
     folder = os.path.dirname(path)
     if not exists(folder) and not (folder != path and exists_now(folder)):
         return False
+    ask_anew(folder)
+    if exists(path):
+        return True
     try:
         os.link(os.path.join(folder, "."), path)
     except FileExistsError:

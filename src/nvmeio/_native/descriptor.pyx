@@ -28,6 +28,19 @@ cdef extern from "<fcntl.h>" nogil:
 cdef extern from "<unistd.h>" nogil:
     int unlinkat(int folder, const char *name, int flags)
 
+cdef extern from "<sys/stat.h>" nogil:
+    """
+    #ifndef AT_STATX_FORCE_SYNC
+    #define AT_STATX_FORCE_SYNC 0x2000
+    #endif
+    """
+    cdef struct statx_t "statx":
+        pass
+    int c_statx "statx"(int folder, const char *path, int flags, unsigned int mask,
+                        statx_t *found)
+    int AT_STATX_FORCE_SYNC
+    unsigned int STATX_BASIC_STATS
+
 cdef extern from "<dirent.h>" nogil:
     ctypedef struct DIR
     cdef struct dirent:
@@ -228,6 +241,19 @@ def remove_tree(path):
         error = remove_folder(AT_FDCWD, c_name, 0)
     if error:
         raise OSError(error, os.strerror(error), path)
+
+
+def ask_anew(path):
+    """Ask the file system about a folder, not what this host remembers.
+
+    If it has changed, NFS forgets its list of names, and which were missing.  Errors are
+    ignored: whoever uses the folder next sees them.
+    """
+    cdef bytes name = encoded(path)
+    cdef const char *c_name = name
+    cdef statx_t found
+    with nogil:
+        c_statx(AT_FDCWD, c_name, AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, &found)
 
 
 def opened(path, flags, mode=0o666):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import opened
+from nvmeio._files.descriptors import ask_anew, opened
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
 from nvmeio._files.locks import WriterLock
@@ -397,6 +397,8 @@ class Root:
     def _names(self) -> list[str]:
         """List the root; give steps their names back that dead processes have set aside."""
         try:
+            if exists_now(self.where):
+                ask_anew(self.where)
             names = os.listdir(self.where)
             if put_back(self.where, names):
                 names = os.listdir(self.where)
@@ -517,8 +519,7 @@ class Root:
         folder, stale = self.folder(step), False
         for _ in range(TRIES):
             if not exists_now(folder):
-                # Its writer may have been killed after it had set it aside.  This host has
-                # just asked for the name, so its list of the root is no longer an old one.
+                # Its writer may have been killed after it had set it aside.
                 self._names()
             if not exists_now(folder):
                 if self.named() != step:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import METADATA, what_is_in, why_no_pickle
+from nvmeio._files.paths import exists_now
 from nvmeio._native.pickles import require_linear
 
 __all__ = ["read_metadata", "read_with_digest", "shards_of"]
@@ -196,6 +197,9 @@ def _open(path: str) -> IO[bytes]:
     try:
         return open_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
+        # This host may remember that another one had not saved it yet.
+        if exists_now(path):
+            return open_regular(path)
         # Torch tries the rank's own metadata next, and reports both errors.
         if name != METADATA:
             raise
