@@ -641,11 +641,20 @@ class TestARemovedLock:
             monkeypatch.undo()
             assert saver.steps() == [1, 2]
 
-    def test_one_that_a_server_has_forgotten_is_not_held(self, tmp_path):
+    def test_one_that_a_server_has_forgotten_is_not_held(self, tmp_path, monkeypatch):
         """As that of NFS forgets the locks of a host that was away for longer."""
         with Checkpointer(tmp_path, keep=1) as first, Checkpointer(tmp_path) as second:
             first.save(1, state_of(1))
-            fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+            lost, pread = first._steps.root.lock.descriptor, os.pread
+
+            def failing(descriptor, *arguments):
+                if descriptor == lost:
+                    # As the kernel's client says of what has lost its lock.
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return pread(descriptor, *arguments)
+
+            monkeypatch.setattr(os, "pread", failing)
+            fcntl.flock(lost, fcntl.LOCK_UN)
             second.save(2, state_of(2))
             for call in (lambda: first.save(3, state_of(3)), lambda: first.remove(2)):
                 with pytest.raises(BlockingIOError, match="another writes checkpoints"):

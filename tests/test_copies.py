@@ -1833,19 +1833,19 @@ def test_runs_that_copy_other_steps_to_one_store_remove_none_of_each_other(tmp_p
         saver.save(step, step)
         with pytest.raises(FileExistsError, match="another run copies here too"):
             saver.drained.result()
-    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [20, 1000, 1010]
+    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [20, 1010]
     # Such as the last copy of a machine that is lost now: the run goes on.
     told = []
     for step in (30, 40, 50):
         one.save(step, step)
         told.append(type(one.drained.exception()))
     assert told == [FileExistsError, type(None), type(None)]
-    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [50, 1000, 1010]
+    assert Checkpointer(tmp_path / "c", drain_to=far).steps() == [50, 1010]
 
 
 def test_a_step_that_another_run_copies_just_before_a_prune_stays(tmp_path, monkeypatch):
-    """After the look for such runs, and a step that this run has copied itself."""
-    far, alone, copied = "memory://late", _stores.Store._require_alone, []
+    """A new one, and one that this run has copied itself."""
+    far, remove_left, copied = "memory://late", _stores.Store._remove_left, []
     fsspec.filesystem("memory").store.clear()
     one = Checkpointer(tmp_path / "a", drain_to=far, keep=1)
     two = Checkpointer(tmp_path / "b", drain_to=far, keep=3)
@@ -1854,7 +1854,7 @@ def test_a_step_that_another_run_copies_just_before_a_prune_stays(tmp_path, monk
         one.drained.result()
 
     def late(store):
-        alone(store)
+        remove_left(store)
         if not copied:
             copied.append(7)
             with pytest.warns(RuntimeWarning, match="7 is pruned first"):
@@ -1864,9 +1864,10 @@ def test_a_step_that_another_run_copies_just_before_a_prune_stays(tmp_path, monk
             two.save(20, "two")
             copied.append(two.drained.exception())
 
-    monkeypatch.setattr(_stores.Store, "_require_alone", late)
+    monkeypatch.setattr(_stores.Store, "_remove_left", late)
     one.save(30, "one")
-    one.drained.result()
+    with pytest.raises(FileExistsError, match="another run copies here too"):
+        one.drained.result()
     reader = Checkpointer(tmp_path / "c", drain_to=far)
     assert copied == [7, None]
     assert {step: reader.restore(step) for step in reader.steps()} == {
@@ -1874,6 +1875,41 @@ def test_a_step_that_another_run_copies_just_before_a_prune_stays(tmp_path, monk
         20: "two",
         30: "one",
     }
+
+
+def test_a_step_that_another_run_has_copied_again_is_not_pruned(tmp_path):
+    """It was there when this run began, or this run has pruned the one before."""
+    far = "memory://again"
+    fsspec.filesystem("memory").store.clear()
+    with Checkpointer(tmp_path / "before", drain_to=far) as before:
+        for step in (90, 100):
+            before.save(step, "before")
+            before.drained.result()
+    one, two = (Checkpointer(tmp_path / n, drain_to=far, keep=3) for n in "ab")
+    one.save(110, "one")
+    one.drained.result()
+    # As a user goes back who does not know of the other run.
+    for step in (110, 100):
+        two.remove(step)
+    two.save(90, "two")
+    two.drained.result()
+    for step in (120, 130, 140):
+        one.save(step, "one")
+        one.drained.result()
+    reader = Checkpointer(tmp_path / "c", drain_to=far)
+    assert {step: reader.restore(step) for step in reader.steps()} == {
+        90: "two",
+        **dict.fromkeys((120, 130, 140), "one"),
+    }
+    one.save(150, "one")
+    one.drained.result()
+    for saver, step in ((two, 120), (one, 160)):
+        saver.save(step, "one" if saver is one else "two")
+        with pytest.raises(FileExistsError, match="another run copies here too"):
+            saver.drained.result()
+    one.save(170, "one")
+    one.drained.result()
+    assert reader.restore(120) == "two"
 
 
 def test_a_target_that_is_stale_is_named_at_once(tmp_path, monkeypatch):

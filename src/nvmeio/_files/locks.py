@@ -168,8 +168,7 @@ def _flock(descriptor: int, doing: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
-        words = f"another {doing} here: {holder.strip() or 'unknown'}"
+        words = f"another {doing} here: {_holder_in(descriptor) or 'unknown'}"
         if _is_held_here(descriptor):
             words += "; that is this process: close the other one first"
         if os.fstat(descriptor).st_nlink > 1:
@@ -178,6 +177,14 @@ def _flock(descriptor: int, doing: str) -> None:
     except OSError as error:
         _refuse_without_locks(error)
         raise
+
+
+def _holder_in(descriptor: int) -> str:
+    """Return what a lock's file says of its holder, if it can be read."""
+    # Opened anew, because Linux fails reads of a file whose lock NFS has given to another.
+    with best_effort(), opened(f"/proc/self/fd/{descriptor}", os.O_RDONLY) as anew:
+        return os.pread(anew, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
+    return ""
 
 
 def _lock(descriptor: int, doing: str) -> None:

@@ -146,6 +146,7 @@ class Copies:
         except Exception as error:
             # fsspec may raise any type.
             log.warning("older copies were not removed: %s", error)
+        self.place.require_alone()
         return nbytes
 
     def wait(self) -> None:

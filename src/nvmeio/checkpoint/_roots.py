@@ -128,6 +128,9 @@ class StepPlace(Protocol):
     def copy(self, step: int, copy: Copy) -> int:
         """Add a step, or replace it; other readers see all of its files or none."""
 
+    def require_alone(self) -> None:
+        """Raise FileExistsError, once a step, if another writer has added it."""
+
     def discard_left(self, step: int) -> None:
         """Remove what dead processes of this host have left unfinished of a step."""
 
@@ -164,8 +167,7 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
     removed, left, doomed = [], kept.newest, []
     failed: OSError | None = None
     steps = place.steps()
-    if len(steps) <= left:
-        return []
+    # Also if there are no more than are kept: a store notes what it has seen of each.
     for index, step in enumerate(steps):
         if left:
             again = index < _LOOKED_AT_AGAIN
@@ -634,6 +636,9 @@ class Root:
             folder.commit(sync=True)
         self.written(step)
         return nbytes
+
+    def require_alone(self) -> None:
+        """Do nothing: the lock has kept others away."""
 
     def discard_left(self, step: int) -> None:
         """Do nothing: ``take`` has removed it."""

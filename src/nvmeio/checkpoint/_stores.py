@@ -90,9 +90,10 @@ class Store:
     def __init__(self, files: Remote, root: str) -> None:
         self._files, self._root = files, root
         self.where = files.root
-        # The attempts that were found damaged, and the steps that were complete.
+        # The attempts that were found damaged; and, by step, the folders of those that were
+        # complete, as this has seen them first or has written them.
         self._damaged: set[tuple[Any, ...]] = set()
-        self._complete: set[int] = set()
+        self._complete: dict[int, str] = {}
         # The folders of attempts that this may replace: those that were there when it first
         # wrote, and its own.
         self._known: set[str] = set()
@@ -186,19 +187,25 @@ class Store:
 
     def identity(self, step: int) -> str | None:
         """Return the identity of a copy, unless it is incomplete or was found damaged."""
+        found = self._found(step)
+        return None if found is None else found[1]
+
+    def _found(self, step: int) -> tuple[str, str] | None:
+        """Return the folder and the identity of a copy that is complete."""
         for attempt in self._attempts(step)[:1]:
             with contextlib.suppress(CheckpointError, FileNotFoundError):
-                found = self._check(step, attempt).identity
-                return None if attempt.known_by in self._damaged else found
+                identity = self._check(step, attempt).identity
+                if attempt.known_by not in self._damaged:
+                    return attempt.folder, identity
         return None
 
     def was_complete(self, step: int, *, again: bool) -> bool:
         """Return whether a step was complete when this looked last, or looks again."""
         if again or step not in self._complete:
-            if self.identity(step) is not None:
-                self._complete.add(step)
+            if (found := self._found(step)) is None:
+                self._complete.pop(step, None)
             else:
-                self._complete.discard(step)
+                self._complete.setdefault(step, found[0])
         return step in self._complete
 
     def _check(self, step: int, attempt: _Attempt) -> Manifest:
@@ -288,7 +295,7 @@ class Store:
                 damaged = isinstance(error, CheckpointError) and is_lost(error)
                 if damaged and attempt.complete:
                     self._damaged.add(attempt.known_by)
-                    self._complete.discard(step)
+                    self._complete.pop(step, None)
                 raise error from None
         words = f"or what was fetched of it, was replaced {TRIES} times while it was read"
         raise NotDamagedError(f"{self.where}/step-{step}, {words}") from gone
@@ -362,10 +369,10 @@ class Store:
         words = "another writer has copied or removed this step meanwhile"
         return FileExistsError(errno.EEXIST, words, f"{self.where}/step-{step}")
 
-    def _require_alone(self) -> None:
+    def require_alone(self) -> None:
         """Raise FileExistsError, once a step, if another writer copies other steps here.
 
-        From then on these are not pruned as if they were old ones of this run.
+        These are not pruned as if they were old ones of this run.
         """
         expected = set() if self._expected is None else self._expected
         for step in self.steps():
@@ -381,8 +388,7 @@ class Store:
     def copy(self, step: int, copy: Copy) -> int:
         """Copy a step into a folder of its own, then remove those that it replaces.
 
-        Raises FileExistsError if another writer has copied this step, or another one,
-        meanwhile.
+        Raises FileExistsError if another writer has copied this step meanwhile.
         """
         known = self._known
         before = self._attempts(step)
@@ -409,7 +415,7 @@ class Store:
             for each in mine:
                 self._remove(each)
             raise self._conflict(step)
-        self._complete.add(step)
+        self._complete[step] = folder
         self._foreign.discard(step)
         if self._expected is not None:
             self._expected.add(step)
@@ -427,7 +433,6 @@ class Store:
                     # fsspec may raise any type.
                     log.warning("a copy that was replaced was not removed: %s", error)
         self._remove_left()
-        self._require_alone()
         return nbytes
 
     def _remove_left(self) -> None:
@@ -467,17 +472,21 @@ class Store:
         attempts = self._attempts(step)
         if not attempts:
             raise GoneError
-        known = self._known
-        if step >= self._first and any(
+        # Another writer may have replaced it since this has seen it, or has written it.
+        seen = self._complete.get(step)
+        known = {seen, *self._known}
+        if (seen is not None or step >= self._first) and any(
             each.complete and each.number and each.folder not in known for each in attempts
         ):
             raise self._conflict(step)
 
         def remove() -> None:
-            self._complete.discard(step)
+            self._complete.pop(step, None)
             for each in attempts:
                 self._remove(each)
             self._files.remove_folder(f"step-{step}")
+            if self._expected is not None:
+                self._expected.discard(step)
 
         yield remove
 
