@@ -638,14 +638,19 @@ def test_files_of_failed_saves_do_not_accumulate(tmp_path, shared):
     assert found == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
 
 
-def test_what_nfs_remembers_as_missing_is_loaded(tmp_path, monkeypatch):
+@pytest.mark.parametrize("relative", [False, True])
+def test_what_nfs_remembers_as_missing_is_loaded(tmp_path, monkeypatch, relative):
     """NFS forgets that once it has asked about the folder that has the name."""
-    there, hidden = tmp_path / "step-5", tmp_path / "hidden"
+    folder = tmp_path
+    if relative:
+        monkeypatch.chdir(tmp_path)
+        folder = pathlib.Path()
+    there, hidden = folder / "step-5", folder / "hidden"
     dcp.save({"x": torch.arange(5)}, storage_writer=FileSystemWriter(there))
     there.rename(hidden)
 
     def asking(path):
-        if path == str(tmp_path) and hidden.exists():
+        if path == str(folder) and hidden.exists():
             hidden.rename(there)
 
     monkeypatch.setattr(paths, "ask_anew", asking)

@@ -155,7 +155,7 @@ def exists_now(path: str) -> bool:
     """
     if exists(path):
         return True
-    folder = os.path.dirname(path)
+    folder = os.path.dirname(path) or "."
     if not exists(folder) and not (folder != path and exists_now(folder)):
         return False
     ask_anew(folder)
