@@ -181,10 +181,14 @@ def _flock(descriptor: int, doing: str) -> None:
 
 def _holder_in(descriptor: int) -> str:
     """Return what a lock's file says of its holder, if it can be read."""
-    # Opened anew, because Linux fails reads of a file whose lock NFS has given to another.
-    with best_effort(), opened(f"/proc/self/fd/{descriptor}", os.O_RDONLY) as anew:
-        return os.pread(anew, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
-    return ""
+    text = b""
+    with best_effort():
+        text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0)
+    if not text:
+        # Linux fails reads of an open file whose lock NFS has given to another.
+        with best_effort(), opened(f"/proc/self/fd/{descriptor}", os.O_RDONLY) as anew:
+            text = os.pread(anew, _HOLDER_BYTES_MAX, 0)
+    return text.decode(errors="replace").strip()
 
 
 def _lock(descriptor: int, doing: str) -> None:
