@@ -523,12 +523,10 @@ class Root:
             if not exists_now(folder):
                 # Its writer may have been killed after it had set it aside.
                 self._names()
-            if not exists_now(folder):
-                if self.named() != step:
-                    raise GoneError
-                # It may have come before it was named.
+                # Looked at first, because a step comes before it is named.
+                named = self.named()
                 if not exists_now(folder):
-                    raise missing(folder)
+                    raise missing(folder) if named == step else GoneError
             try:
                 with Held(folder, step) as held:
                     self._refuse_hidden(folder)
