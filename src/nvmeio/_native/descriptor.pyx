@@ -246,8 +246,8 @@ def remove_tree(path):
 def ask_anew(path):
     """Ask the file system about a folder, not what this host remembers.
 
-    If it has changed, NFS forgets its list of names, and which were missing.  Errors are
-    ignored: whoever uses the folder next sees them.
+    If the folder has changed, NFS forgets its list, and which names were missing.  Errors
+    are ignored; the next use of the folder raises them.
     """
     cdef bytes name = encoded(path)
     cdef const char *c_name = name

@@ -342,9 +342,9 @@ class Remote:
 
     def __init__(self, connection: Connection, root: str, folder: str = "") -> None:
         self.root = root
-        atomic = root.partition("://")[0] in _ATOMIC
-        self.replaced_at = "finish" if atomic else "open"
-        self._is_empty_after_errors = root.partition("://")[0] in _EMPTY_AFTER_ERRORS
+        protocol = root.partition("://")[0]
+        self.replaced_at = "finish" if protocol in _ATOMIC else "open"
+        self._is_empty_after_errors = protocol in _EMPTY_AFTER_ERRORS
         self._connection, self._folder = connection, folder
         # The names of files that were finished, but not committed.
         self._unsure: set[str] = set()
