@@ -509,6 +509,52 @@ def test_an_optimizer_resumes_to_the_bit(checkpointer, layout, kind, form, way):
     assert same(again.state_dict(), model.state_dict())
 
 
+def test_restored_tensors_begin_where_torch_allocates_them(checkpointer):
+    """Some are of no multiple of 64 bytes, so that those after them are not either."""
+    state = {name: filled(name, (7, 3)) for name in TORCH_DTYPES}
+    state |= {str(size): torch.arange(size) for size in (1, 8, 511, 512, 513, 9000)}
+    checkpointer.save(1, state)
+    for names in (None, ["513"], ["1", "511", "8"], TORCH_DTYPES[::3]):
+        found = checkpointer.restore(names=names)
+        assert same(found, {name: state[name] for name in found})
+        assert not any(start_of(value) % 64 for value in found.values())
+
+
+def test_an_optimizer_that_sums_its_states_resumes_to_the_bit(checkpointer):
+    """At other addresses MKL sums in another order.  The states have 4 N bytes, N odd."""
+
+    def new():
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 7)
+        )
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=5)
+
+    def train(model, optimizer):
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
+
+        def loss():
+            optimizer.zero_grad()
+            found = model(inputs).square().mean()
+            found.backward()
+            return found
+
+        for _ in range(5):
+            optimizer.step(loss)
+
+    model, optimizer = new()
+    train(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpointer.save(1, state)
+    train(model, optimizer)
+    again, other = new()
+    found = checkpointer.restore()
+    again.load_state_dict(found["model"])
+    other.load_state_dict(found["optimizer"])
+    train(again, other)
+    assert same(again.state_dict(), model.state_dict())
+
+
 # A budget that cuts the weights of OFFLOADED into pieces, and one that does not.
 BUDGETS = {"in one piece": "64MiB", "split": "8MiB"}
 

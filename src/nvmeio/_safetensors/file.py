@@ -74,6 +74,8 @@ class ModelFile:
     """
 
     map: FileMap | None = None
+    # Tensors in new memory begin at a multiple of this, besides that of their elements.
+    align = 1
 
     def __init__(
         self,

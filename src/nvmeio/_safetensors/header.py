@@ -248,8 +248,8 @@ def build(
     `tensors` are tuples of name, dtype and shape.  With `align` 8 the header has the bytes
     that safetensors 0.8.0 writes, except that safetensors writes several metadata keys in
     random order.  With 4096 the data begin at a multiple of 4096, and the tensors whose
-    size is a multiple of 4096 come first, so that each begins at a page.  Every reader
-    accepts both.
+    size is a multiple of 4096 come first, so that each begins at a page; those of a
+    multiple of 64 follow.  Every reader accepts both.
     """
     if not isinstance(align, int) or align not in ALIGNMENTS:
         raise ValueError(f"align is {align!r}; it must be 8 or 4096")
@@ -292,7 +292,7 @@ def _placed(tensors: Iterable[tuple[str, str, Sequence[int]]], align: int) -> li
             raise RefusedError(f"tensor {name!r} has the dtype {dtype!r}, not {_DTYPES}")
         extents = tuple(map(index, shape))
         size = check_size(dtype, extents)
-        after = align == 4096 and size % align > 0
+        after = align == 4096 and (size % 4096 > 0) + (size % 64 > 0)
         sized.append((after, -RANKS[dtype], name, dtype, extents, size))
     # As safetensors sorts them: the last dtype first, then by name.
     sized.sort(key=itemgetter(0, 1, 2))

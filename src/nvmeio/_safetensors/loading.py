@@ -241,7 +241,8 @@ def _records(
     start = np.array([each.file.offset(each.tensor.begin) for each in full], np.int64)
     nbytes = np.array([each.nbytes for each in full], np.int64)
     first = np.array([_start(each) for each in full], np.int64)
-    begins, total, phase = place(file, first, nbytes)
+    align = max(each.align for each in files)
+    begins, total, phase = place(file, first, nbytes, align)
     opened = [each.file for each in files]
     if all(each.offsets is None for each in full):
         return Records(opened, file, start, nbytes, begins), begins.tolist(), total, phase

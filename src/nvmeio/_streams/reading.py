@@ -46,25 +46,28 @@ class Records(NamedTuple):
     place: Integers  # in memory
 
 
-def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers, int, int]:
+def place(
+    file: Integers, offset: Integers, nbytes: Integers, align: int = 1
+) -> tuple[Integers, int, int]:
     """Assign places in memory to ranges of files, congruent with the files.
 
     Return where each begins, the total size, and the phase: the address of the memory
-    modulo a page.
+    modulo a page.  Each address is a multiple of `align`, congruent or not.
     """
     if not offset.size:
         return np.empty(0, np.int64), 0, 0
-    phase = int(offset[0] % PAGE)
+    phase = int(offset[0] // align * align % PAGE)
     follows = (file[1:] == file[:-1]) & (offset[1:] == offset[:-1] + nbytes[:-1])
     # Neighbours in a file stay neighbours in memory; every other range begins a run.
     first = np.concatenate([[True], ~follows])
     run = np.cumsum(first) - 1
     begins = np.flatnonzero(first)
-    before = np.concatenate([[0], np.cumsum(nbytes)])[:-1]
-    sizes = np.add.reduceat(nbytes, begins)
+    taken = (nbytes + align - 1) // align * align
+    before = np.cumsum(taken) - taken
+    sizes = np.add.reduceat(taken, begins)
     starts = np.empty(len(begins), np.int64)
     end = phase
-    runs = zip(offset[begins].tolist(), sizes.tolist(), strict=True)
+    runs = zip((offset[begins] // align * align).tolist(), sizes.tolist(), strict=True)
     for index, (start, size) in enumerate(runs):
         end += (start - end) % PAGE
         starts[index] = end - phase

@@ -257,9 +257,9 @@ class Checkpointer:
         -----
         Tensors that share memory in the state share memory when they are restored.  Of a
         view, only its own bytes are saved.  Tensors are restored on the CPU, without gaps,
-        with their elements in the same order in memory.  Parameters stay Parameters,
-        Buffers stay Buffers, and requires_grad is kept.  torch cannot resize the storage of
-        most restored tensors, but that of their clone().
+        with their elements in the same order in memory, at multiples of 64 bytes.
+        Parameters stay Parameters, Buffers stay Buffers, and requires_grad is kept.  torch
+        cannot resize the storage of most restored tensors, but that of their clone().
         """
         with self._alone():
             plan = self._plan(step, state, metadata)

@@ -331,6 +331,8 @@ class StepFile(ModelFile):
     """The tensors of a step, of which the manifest knows what the bytes must be."""
 
     touched = False
+    # As torch allocates them.  At another address, kernels may sum in another order.
+    align = 64
 
     def check_unchanged(self) -> None:
         """Raise SafetensorError if the size was changed; remember a new time alone.
