@@ -6,6 +6,7 @@ Faults of a kind of file system are those of the mount.  A KIND is
 ``flock=38``    flock(2) fails with this errno
 ``uncached``    the kernel remembers neither names nor attributes
 ``direct``      no file can be read that was opened with O_DIRECT, even without it later
+``owner=65534`` all that is made belongs to this user, in a folder like /tmp
 
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write``, ``fsync``, ``rename``, ``flush`` (each close(2), which returns its
@@ -86,6 +87,7 @@ class FaultyFS(fuse.Operations):
         if "flock" in kinds:
             self.flock = lambda path: self.refuse(int(kinds["flock"]))
         self.refuses_direct = "direct" in kinds
+        self.owner = {"st_uid": int(kinds["owner"])} if "owner" in kinds else {}
         self.files = {}
         self.folders = {"/"}
         self.modes = {}
@@ -157,11 +159,14 @@ class FaultyFS(fuse.Operations):
             self.strike("getattr", path)
         if path in self.folders:
             number = {"st_ino": next(self.numbers)} if self.numbers else {}
-            return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2} | number
+            if self.owner and path == "/":
+                return {"st_mode": stat.S_IFDIR | 0o1777, "st_nlink": 2, "st_uid": 1}
+            found = {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
+            return found | number | self.owner
         size = len(self.file(path))
         mode = stat.S_IFREG | self.modes[path.removesuffix(PLAIN)]
         links = self.faults.get("getattr", {}).get("links", 1)
-        found = {"st_mode": mode, "st_nlink": links, "st_size": size}
+        found = {"st_mode": mode, "st_nlink": links, "st_size": size} | self.owner
         return found | ({"st_ino": next(self.numbers)} if self.numbers else {})
 
     def refuse(self, code):

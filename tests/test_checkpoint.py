@@ -33,7 +33,7 @@ from mounts import SIZES_MIN, Filler
 from nvmeio._files import paths
 from nvmeio._publish import folders
 from nvmeio._publish.folders import Unfinished
-from nvmeio._publish.names import temporary_name
+from nvmeio._publish.names import _host, temporary_name
 from nvmeio._streams import reading
 from nvmeio.checkpoint import (
     Checkpointer,
@@ -2113,6 +2113,34 @@ def test_what_nfs_remembers_as_missing_is_asked_for(tmp_path, monkeypatch, what)
 
     monkeypatch.setattr(paths, "ask_anew", asking)
     assert Checkpointer(tmp_path / "root").restore() == 5
+
+
+def test_a_name_is_missing_where_the_kernel_makes_no_links(tmp_path, monkeypatch):
+    """As on an idmapped mount, if the folder's owner has no number there."""
+
+    def refused(source, target):
+        raise OSError(errno.EOVERFLOW, os.strerror(errno.EOVERFLOW), target)
+
+    monkeypatch.setattr(os, "link", refused)
+    assert Checkpointer(tmp_path / "root").latest() is None
+
+
+def test_a_sticky_root_that_gives_all_files_to_one_user(fuse_kinds):
+    """As NFS does with what root makes (root_squash)."""
+    folder = fuse_kinds("owner=65534")
+    with Checkpointer(folder, keep=2) as saver:
+        saver.save(1, 1)
+    dead = folder / f".step-9.{_host()}-{1 << 30}-1-01234567.nvmeio-tmp"
+    dead.mkdir()
+    with Checkpointer(folder, keep=2) as saver:
+        for step in (2, 3, 3):
+            saver.save(step, step)
+        saver.remove(2)
+        assert saver.steps() == [3]
+        assert {*os.listdir(folder)} == {".nvmeio-latest", ".nvmeio-lock", "step-3"}
+        (folder / "step-3").rename(folder / "hidden")
+        with pytest.raises(CheckpointError, match="step-3 is missing"):
+            saver.restore()
 
 
 def test_an_interrupt_at_any_step_of_waiting_leaves_it_usable(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, ask_anew, contents_of, opened
+from nvmeio._native.descriptor import TemporaryName
 
 __all__ = [
     "absolute",
@@ -142,6 +143,7 @@ def exists(path: str | bytes, *, follow: bool = False) -> bool:
 _NO_LINK = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EACCES, errno.EROFS, errno.EXDEV),
     *(errno.EMLINK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
+    errno.EOVERFLOW,  # of an idmapped mount, where the folder's owner has no number
 )
 
 
@@ -260,7 +262,37 @@ def is_strangers(path: str, folder: str) -> bool:
     Anybody may make names there, and the owner is neither this user nor the folder's.
     """
     sticky = stat.S_ISVTX | stat.S_IWOTH
-    return os.stat(folder).st_mode & sticky == sticky and is_anothers(path, folder)
+    if os.stat(folder).st_mode & sticky != sticky or not is_anothers(path, folder):
+        return False
+    try:
+        return os.lstat(path).st_uid != _user_in(folder)
+    except FileNotFoundError:
+        return False
+
+
+# By device and user, the owner of what this process makes there.
+_users: dict[tuple[int, int], int] = {}
+
+
+def _user_in(folder: str) -> int:
+    """Return the owner that a new file of this process has in a folder.
+
+    NFS, as root_squash says, and others such as sshfs make it another user than this one.
+    """
+    user = os.geteuid()
+    key = os.stat(folder).st_dev, user
+    if key not in _users:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        name = os.path.join(folder, f".nvmeio-{os.urandom(8).hex()}.tmp")
+        try:
+            with TemporaryName(name), opened(name, flags) as made:
+                _users[key] = os.fstat(made).st_uid
+        except OSError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
+            return user
+    return _users[key]
 
 
 def is_anothers(path: str, folder: str) -> bool:
