@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import crc32c
 
-from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.kinds import MANIFEST, TENSORS, json_of
 from nvmeio._native.pool import require_available
 from nvmeio.checkpoint._errors import CheckpointError, NotDamagedError
@@ -26,7 +25,6 @@ __all__ = [
     "BLOCK_BYTES",
     "FORMAT",
     "FORMATS",
-    "MANIFEST_BYTES_MAX",
     "TREE",
     "TREE_BYTES_MAX",
     "Checksums",
@@ -34,6 +32,7 @@ __all__ = [
     "Record",
     "read_json",
     "read_manifest",
+    "require_readable",
     "require_same",
 ]
 
@@ -48,6 +47,8 @@ FILES = (MANIFEST, TREE, TENSORS)
 # Enough for the checksums of 4 million blocks, 32 TiB.
 MANIFEST_BYTES_MAX = 64 << 20
 TREE_BYTES_MAX = 1 << 30
+# Memory for less is not looked for first.
+_UNCHECKED_BYTES = 1 << 20
 # About the most memory that Python needs for a byte of JSON, and for a value.
 _MEMORY_PER_BYTE = 32
 _MEMORY_PER_VALUE = 200
@@ -153,28 +154,26 @@ def require_same(path: str, seen: Checksums, record: Record) -> None:
             )
 
 
+def require_readable(path: str, nbytes: int) -> None:
+    """Raise CheckpointError for a JSON file that is too large, MemoryError for memory."""
+    limit = MANIFEST_BYTES_MAX if os.path.basename(path) == MANIFEST else TREE_BYTES_MAX
+    if nbytes > limit:
+        raise CheckpointError(f"{path} has {nbytes} bytes; {limit} is the limit")
+    if nbytes > _UNCHECKED_BYTES:
+        require_available(nbytes, f"reading {path}")
+
+
 def read_json(
-    folder: str,
-    name: str,
-    opener: Callable[[str], Descriptor],
-    manifest: Manifest | None = None,
+    folder: str, name: str, read: Callable[[str], bytes], manifest: Manifest | None = None
 ) -> Any:
     """Read a JSON file of a checkpoint; raise CheckpointError, with the path, if invalid.
 
-    With a manifest, compare its bytes with their checksums.
+    `read` returns the bytes of a path, which are ``require_readable``.  With a manifest,
+    compare them with their checksums.
     """
-    limit = MANIFEST_BYTES_MAX if name == MANIFEST else TREE_BYTES_MAX
     path = os.path.join(folder, name)
-    with opener(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
-        if size > 1 << 20:
-            require_available(size, f"reading {path}")
-        with open(descriptor, "rb", closefd=False) as file:
-            # read() allocates what it is asked for.
-            text = file.read(size)
-    if size > 1 << 20:
+    text = read(path)
+    if len(text) > _UNCHECKED_BYTES:
         require_available(_memory_for(text), f"parsing {path}")
     if manifest is not None and manifest.checksum is not None:
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
@@ -230,13 +229,13 @@ def check_size(path: str, nbytes: int) -> None:
 def read_manifest(
     folder: str,
     step: int,
-    opener: Callable[[str], Descriptor],
+    read: Callable[[str], bytes],
     check: Callable[[str, int], None] = check_size,
 ) -> Manifest:
     """Read and check the manifest of a step's folder, and by `check` the files' sizes."""
     path = os.path.join(folder, MANIFEST)
     wrong = functools.partial(_wrong, path)
-    said = read_json(folder, MANIFEST, opener)
+    said = read_json(folder, MANIFEST, read)
     form = said.get("format") if isinstance(said, dict) else None
     if isinstance(form, str) and form not in FORMATS and _FORMAT.fullmatch(form):
         raise NotDamagedError(

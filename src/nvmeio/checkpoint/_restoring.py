@@ -35,6 +35,7 @@ from nvmeio.checkpoint._manifest import (
     Checksums,
     read_json,
     read_manifest,
+    require_readable,
     require_same,
 )
 from nvmeio.checkpoint._rebuilt import (
@@ -62,7 +63,7 @@ class Held:
         try:
             self._open_folder()
             self._lock()
-            self.manifest = read_manifest(folder, step, self._open_regular)
+            self.manifest = read_manifest(folder, step, self._contents_of)
         except BaseException as error:
             try:
                 moved = not self.is_there()
@@ -105,6 +106,14 @@ class Held:
             raise CheckpointError(f"{path} is not a regular file")
         return file
 
+    def _contents_of(self, path: str) -> bytes:
+        with self._open_regular(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            require_readable(path, size)
+            with open(descriptor, "rb", closefd=False) as file:
+                # read() allocates what it is asked for.
+                return file.read(size)
+
     def is_there(self) -> bool:
         """Return whether the folder that was opened still has its name."""
         if self._place.number < 0:
@@ -136,7 +145,7 @@ class Held:
 
     def tree(self) -> dict[str, Any]:
         """Return the contents of tree.json; its state and metadata are not checked yet."""
-        said = read_json(self.folder, TREE, self._open_regular, self.manifest)
+        said = read_json(self.folder, TREE, self._contents_of, self.manifest)
         path = os.path.join(self.folder, TREE)
         if (
             not isinstance(said, dict)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import Descriptor, opened
 from nvmeio._files.folders import make_folders
 from nvmeio._files.kinds import MANIFEST, STEP
 from nvmeio._files.paths import leads_to
@@ -34,10 +33,10 @@ from nvmeio.checkpoint._errors import (
 )
 from nvmeio.checkpoint._manifest import (
     FILES,
-    MANIFEST_BYTES_MAX,
     TREE,
     Manifest,
     read_manifest,
+    require_readable,
 )
 from nvmeio.checkpoint._places import Remote
 from nvmeio.checkpoint._restoring import Held
@@ -219,18 +218,14 @@ class Store:
                 words = f"{path} has {found} bytes, but {nbytes} were saved"
                 raise CheckpointError(words)
 
-        def open_fetched(path: str) -> Descriptor:
+        def fetched(path: str) -> bytes:
             self._require(attempt, MANIFEST)
-            if (nbytes := attempt.sizes[MANIFEST]) > MANIFEST_BYTES_MAX:
-                words = f"{nbytes} bytes; {MANIFEST_BYTES_MAX} is the limit"
-                raise CheckpointError(f"{path} has {words}")
-            with open(os.memfd_create(MANIFEST), "wb", buffering=0) as file:
-                for piece in self._files.read(f"{attempt.folder}/{MANIFEST}"):
-                    file.write(piece.data)
-                return opened(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
+            require_readable(path, attempt.sizes[MANIFEST])
+            pieces = self._files.read(f"{attempt.folder}/{MANIFEST}")
+            return b"".join(piece.data for piece in pieces)
 
         folder = f"{self.where}/{attempt.folder}"
-        return read_manifest(folder, step, open_fetched, check_size)
+        return read_manifest(folder, step, fetched, check_size)
 
     def _never_had(self, attempts: list[_Attempt]) -> bool:
         """Return whether no copy was ever complete here, as far as can be seen.
