@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from children import Child
+from mounts import SIZES_MIN
 from nvmeio._files import locks
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host, _start_of, temporary_name
@@ -1132,6 +1133,19 @@ def test_a_process_killed_while_it_fetches_a_copy_leaves_nothing(tmp_path, then)
         save(tmp_path / "other", "shelf://bucket/run", 1)
         assert value(Checkpointer(new, drain_to="shelf://bucket/run").restore()) == 1
     assert not [*new.glob(".fetched-*")]
+
+
+def test_a_root_without_space_for_what_is_fetched_is_named_so(loop_mount, tmp_path):
+    far, state = "shelf://bucket/run", np.zeros(SIZES_MIN["ext4"], np.uint8)
+    with Checkpointer(tmp_path / "near", drain_to=far) as saver:
+        saver.save(1, state)
+        saver.drained.result()
+    root = loop_mount("ext4", SIZES_MIN["ext4"]) / "root"
+    with pytest.raises(OSError, match=r"bytes\) are needed, and \d+ are free") as caught:
+        Checkpointer(root, drain_to=far).restore()
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(root / "fetched-step-1")
+    assert os.listdir(root) == []
 
 
 @pytest.mark.parametrize("replaced", [False, True])

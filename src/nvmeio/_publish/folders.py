@@ -5,8 +5,9 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from nvmeio._arguments.units import needed_and_free
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import FOLDER, Descriptor, opened
 from nvmeio._files.folders import sync_file, sync_folder
@@ -45,14 +46,16 @@ class Unfinished:
     As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
 
-    def __init__(self, target: str, *, replace: bool) -> None:
-        self.target, self.replace = target, replace
+    def __init__(self, target: str, *, replace: bool, nbytes: int | None = None) -> None:
+        """Make the folder, for files of `nbytes` if they are known."""
+        self.target, self.replace, self._nbytes = target, replace, nbytes
         _check_target(target, replace)
         self.path = temporary_name(target)
         self.process = os.getpid()
         # Ctrl-C may come at any time: these release the folder with this object.
         self._name, self._lock = TemporaryName(self.path), Descriptor()
-        with naming(target, f" (its folder {os.path.dirname(target)!r})"):
+        words = f" (its folder {os.path.dirname(target)!r})"
+        with self.saying_space(), naming(target, words):
             os.mkdir(self.path)
         self._lock.open(self.path, FOLDER)
         # The lock shows that the folder is in use where our process ID means nothing, as
@@ -78,6 +81,24 @@ class Unfinished:
         self._name.remove()
         self.close()
 
+    @contextlib.contextmanager
+    def saying_space(self) -> Iterator[None]:
+        """Say in an error for ENOSPC how many bytes are needed and free."""
+        try:
+            yield
+        except OSError as error:
+            # What reserves them has said so.
+            said = " are needed" in str(error.strerror)
+            if error.errno != errno.ENOSPC or said or self._nbytes is None:
+                raise
+            space = os.statvfs(os.path.dirname(self.target))
+            free = space.f_bavail * space.f_frsize
+            # This folder will be removed.
+            with contextlib.suppress(OSError):
+                free += sum(512 * each.stat().st_blocks for each in os.scandir(self.path))
+            words = f"{error.strerror}: {needed_and_free(self._nbytes, free)}"
+            raise OSError(error.errno, words, self.target) from error
+
     def commit(self, *, sync: bool) -> None:
         """Give the folder its final name; with `sync`, make folder and name durable.
 
@@ -89,7 +110,7 @@ class Unfinished:
                 f"{os.getpid()} cannot complete it"
             )
         parent = os.path.dirname(self.target)
-        with opened(parent, FOLDER) as descriptor:
+        with self.saying_space(), opened(parent, FOLDER) as descriptor:
             # Another host may have made it, which NFS here still remembers as missing.
             old = self.replace and exists_now(self.target)
             if old:

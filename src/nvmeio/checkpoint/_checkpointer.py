@@ -507,8 +507,9 @@ class Checkpointer:
         def stopped() -> bool:
             return future is not None and future.cancelled()
 
-        with StepFolder(target, self._steps.root.lock, plan.nbytes) as folder:
-            plan.write(folder, stopped, copied)
+        with (folder := StepFolder(target, self._steps.root.lock, plan.nbytes)):
+            with folder.saying_space():
+                plan.write(folder, stopped, copied)
             # From here on, cancel() returns False.
             if future is not None and not future._begun():
                 raise CancelledError

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from nvmeio._arguments.units import needed_and_free
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import ask_anew, opened
 from nvmeio._files.folders import make_folders, sync_folder
@@ -339,14 +338,7 @@ class StepFolder(Unfinished):
     def __init__(self, target: str, lock: WriterLock, nbytes: int | None = None) -> None:
         """Make the folder, for files of `nbytes` if they are known."""
         require_ours(target)
-        try:
-            super().__init__(target, replace=True)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or nbytes is None:
-                raise
-            space = os.statvfs(os.path.dirname(target))
-            lack = needed_and_free(nbytes, space.f_bavail * space.f_frsize)
-            raise OSError(error.errno, f"{error.strerror}: {lack}", target) from error
+        super().__init__(target, replace=True, nbytes=nbytes)
         self._writing = lock
 
     def commit(self, *, sync: bool) -> None:

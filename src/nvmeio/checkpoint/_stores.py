@@ -306,10 +306,12 @@ class Store:
         remove_left(self._root, is_dead)
         # No name of a step, which the root's writer could take for what it may remove.
         target = os.path.join(self._root, f"fetched-step-{step}")
-        with Unfinished(target, replace=True) as folder:
+        needed = sum(attempt.sizes[name] for name in files)
+        with Unfinished(target, replace=True, nbytes=needed) as folder:
             try:
-                for name in FILES:
-                    self._fetch(attempt, name, folder.path, files)
+                with folder.saying_space():
+                    for name in FILES:
+                        self._fetch(attempt, name, folder.path, files)
             except FileNotFoundError as error:
                 if leads_to(folder.path, folder.descriptor):
                     raise
