@@ -882,6 +882,23 @@ class TestStates:
         assert said
         assert all("step 2 goes on" in each for each in said)
 
+    def test_a_load_that_goes_on_is_not_said_to_have_failed(self, both, monkeypatch):
+        theirs, ordinary, ours, offloaded = both
+        run(1, theirs, ordinary, ours, offloaded)
+        items, put, said = offloaded.state_items(), offloaded._put, []
+
+        def putting(*arguments):
+            with pytest.raises(RuntimeError) as caught:
+                list(items)
+            said.append(str(caught.value))
+            return put(*arguments)
+
+        monkeypatch.setattr(offloaded, "_put", putting)
+        offloaded.load_state_dict(offloaded.state_dict())
+        offloaded.state[ours[0]] = offloaded.state[ours[0]]
+        assert "load_state_dict() goes on" in said[0]
+        assert "an assignment to state goes on" in said[1]
+
     def test_states_that_change_while_they_are_read_are_not_saved(
         self, tmp_path, monkeypatch
     ):

@@ -1,5 +1,6 @@
 """Offload optimizer states to files; they are in memory only while they are updated."""
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -644,11 +645,21 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             self._others[param] = state
             return
         self._make_places(param, _sorted_out(state)[1])
-        self._failed = "an assignment to state has failed half-way"
+        with self._changing("an assignment to state"):
+            self._put([(param, state)])
+            if not state:
+                self._records.pop(param, None)
+
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        """Refuse other uses while states are replaced; and for good if that fails."""
+        self._failed = f"{what} goes on"
         self._changes += 1
-        self._put([(param, state)])
-        if not state:
-            self._records.pop(param, None)
+        try:
+            yield
+        except BaseException:
+            self._failed = f"{what} has failed half-way"
+            raise
         self._failed = ""
 
     def _load(self, param: torch.Tensor) -> State:
@@ -763,15 +774,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         ]
         by_id = {each: index for index, each in enumerate(ids)}
         self._store.require_lock()
-        self._failed = "load_state_dict() has failed half-way"
-        self._changes += 1
-        self._records.clear()
-        self._others = {}
-        self.inner.param_groups = shell.param_groups
-        # Drop the old files first, because the drive may not have room for both.
-        self._seen, self._pieces = [], {}
-        self._segments = []
-        self._plan()
 
         def states() -> Iterator[tuple[torch.Tensor, State]]:
             for key, value in state:
@@ -781,8 +783,15 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 index = by_id[key]
                 yield params[index], self._cast(params[index], key, value, *options[index])
 
-        self._put(states())
-        self._failed = ""
+        with self._changing("load_state_dict()"):
+            self._records.clear()
+            self._others = {}
+            self.inner.param_groups = shell.param_groups
+            # Drop the old files first, because the drive may not have room for both.
+            self._seen, self._pieces = [], {}
+            self._segments = []
+            self._plan()
+            self._put(states())
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
