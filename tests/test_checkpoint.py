@@ -1497,6 +1497,19 @@ class TestLocks:
             assert checkpointer.steps() == [2]
             child.stop()
 
+    @pytest.mark.parametrize("text", [b"", bytes(40), b"p", b"process 1 o", b"mine", b"q"])
+    def test_a_lock_file_is_used_again_if_it_may_be_ours(self, root, text):
+        """It has zeros after a power failure, and a part where there was no space."""
+        root.mkdir()
+        (root / ".nvmeio-lock").write_bytes(text)
+        with Checkpointer(root) as checkpointer:
+            if text in (b"mine", b"q"):
+                with pytest.raises(OSError, match="not a file of a Checkpointer"):
+                    checkpointer.save(1, 1)
+                assert (root / ".nvmeio-lock").read_bytes() == text
+            else:
+                checkpointer.save(1, 1)
+
     def test_the_error_names_another_writing_process(self, root):
         child = Child("hold_lock", root=str(root))
         child.ready()

@@ -239,11 +239,14 @@ def _refuse_without_locks(error: OSError) -> None:
 
 
 def _is_of_a_lock(descriptor: int) -> bool:
-    """Return whether a file has what a lock writes; after a power failure, only zeros."""
+    """Return whether a file has what a lock writes.
+
+    After a power failure it has only zeros, and without space maybe only a part.
+    """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
     text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
-    return not text or text.startswith(_HOLDER.encode())
+    return text[: len(_HOLDER)] == _HOLDER.encode()[: len(text)]
 
 
 def is_locked(descriptor: int) -> bool:
