@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._events.log import log
@@ -30,6 +30,7 @@ from nvmeio._publish.names import (
 __all__ = [
     "Unfinished",
     "discard",
+    "in_blocks",
     "put_back",
     "remove_unfinished",
     "set_aside",
@@ -40,15 +41,26 @@ __all__ = [
 _FILE_NAME_MAX = 255
 
 
+def in_blocks(sizes: Collection[int], folder: str) -> int:
+    """Return what files of these sizes take of a folder's file system."""
+    block = 0
+    with contextlib.suppress(OSError):
+        block = os.statvfs(folder).f_frsize
+    block = max(block, 4096)
+    return sum(-(-size // block) * block for size in sizes)
+
+
 class Unfinished:
     """A temporary folder that is being filled, beside its final name.
 
     As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
 
-    def __init__(self, target: str, *, replace: bool, nbytes: int | None = None) -> None:
-        """Make the folder, for files of `nbytes` if they are known."""
-        self.target, self.replace, self._nbytes = target, replace, nbytes
+    def __init__(
+        self, target: str, *, replace: bool, sizes: Collection[int] | None = None
+    ) -> None:
+        """Make the folder, for files of these `sizes` if they are known."""
+        self.target, self.replace, self._sizes = target, replace, sizes
         _check_target(target, replace)
         self.path = temporary_name(target)
         self.process = os.getpid()
@@ -89,14 +101,16 @@ class Unfinished:
         except OSError as error:
             # What reserves them has said so.
             said = " are needed" in str(error.strerror)
-            if error.errno != errno.ENOSPC or said or self._nbytes is None:
+            if error.errno != errno.ENOSPC or said or self._sizes is None:
                 raise
-            space = os.statvfs(os.path.dirname(self.target))
+            parent = os.path.dirname(self.target)
+            space = os.statvfs(parent)
             free = space.f_bavail * space.f_frsize
             # This folder will be removed.
             with contextlib.suppress(OSError):
                 free += sum(512 * each.stat().st_blocks for each in os.scandir(self.path))
-            words = f"{error.strerror}: {needed_and_free(self._nbytes, free)}"
+            needed = in_blocks(self._sizes, parent)
+            words = f"{error.strerror}: {needed_and_free(needed, free)}"
             raise OSError(error.errno, words, self.target) from error
 
     def commit(self, *, sync: bool) -> None:

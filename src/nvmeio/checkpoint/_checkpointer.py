@@ -507,7 +507,7 @@ class Checkpointer:
         def stopped() -> bool:
             return future is not None and future.cancelled()
 
-        with (folder := StepFolder(target, self._steps.root.lock, plan.nbytes)):
+        with (folder := StepFolder(target, self._steps.root.lock, plan.sizes)):
             with folder.saying_space():
                 plan.write(folder, stopped, copied)
             # From here on, cancel() returns False.

@@ -335,10 +335,12 @@ def require_ours(folder: str, found: str | None = None, doing: str = "replaced")
 class StepFolder(Unfinished):
     """A temporary folder that gets the name of a step, and replaces only a step."""
 
-    def __init__(self, target: str, lock: WriterLock, nbytes: int | None = None) -> None:
-        """Make the folder, for files of `nbytes` if they are known."""
+    def __init__(
+        self, target: str, lock: WriterLock, sizes: Collection[int] | None = None
+    ) -> None:
+        """Make the folder, for files of these `sizes` if they are known."""
         require_ours(target)
-        super().__init__(target, replace=True, nbytes=nbytes)
+        super().__init__(target, replace=True, sizes=sizes)
         self._writing = lock
 
     def commit(self, *, sync: bool) -> None:

@@ -1,6 +1,5 @@
 """Plan, write and sync the files of a checkpoint."""
 
-import contextlib
 import functools
 import json
 import os
@@ -20,7 +19,7 @@ from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.pool import require_available
 from nvmeio._native.region import Region
-from nvmeio._publish.folders import Unfinished
+from nvmeio._publish.folders import Unfinished, in_blocks
 from nvmeio._safetensors.header import Tensor, build
 from nvmeio._safetensors.writing import check_size, parts_of
 from nvmeio._streams.memory import Bytes
@@ -74,7 +73,9 @@ class Plan:
         if len(self.tree) > TREE_BYTES_MAX:
             words = f"{len(self.tree)} bytes; {TREE_BYTES_MAX} is the limit"
             raise ValueError(f"the state and metadata without tensors take {words}")
-        self.nbytes = self.total + len(self.tree)
+        # At most, of the manifest.
+        manifest = 1024 + 16 * ((self.total + len(self.tree)) // BLOCK_BYTES)
+        self.sizes = self.total, len(self.tree), manifest
         self.image: Bytes | None = None
 
     def stage(self, staging: "Staging") -> None:
@@ -121,7 +122,7 @@ class Plan:
 
         handle = default_handle()
         with File(os.path.join(folder.path, TENSORS), "x") as file:
-            reserve(file, self._needed(folder.path), folder.target)
+            reserve(file, in_blocks(self.sizes, folder.path), folder.target)
             file.truncate(self.total)
             with naming(folder.target):
                 if self.image is None:
@@ -137,16 +138,6 @@ class Plan:
                 # If this fails, bytes may be missing.
                 file.close()
         return Record(self.total, None if seen is None else seen.sums())
-
-    def _needed(self, folder: str) -> int:
-        """Return what all files need, in whole blocks of the file system."""
-        block = 0
-        with contextlib.suppress(OSError):
-            block = os.statvfs(folder).f_frsize
-        block = max(block, 4096)
-        manifest = 1024 + 16 * (self.nbytes // BLOCK_BYTES)
-        sizes = self.total, len(self.tree), manifest
-        return sum(-(-size // block) * block for size in sizes)
 
     def _write_text(self, folder: Unfinished, name: str, text: bytes) -> Record:
         path = os.path.join(folder.path, name)

@@ -306,8 +306,8 @@ class Store:
         remove_left(self._root, is_dead)
         # No name of a step, which the root's writer could take for what it may remove.
         target = os.path.join(self._root, f"fetched-step-{step}")
-        needed = sum(attempt.sizes[name] for name in files)
-        with Unfinished(target, replace=True, nbytes=needed) as folder:
+        sizes = [attempt.sizes[name] for name in files]
+        with Unfinished(target, replace=True, sizes=sizes) as folder:
             try:
                 with folder.saying_space():
                     for name in FILES:
