@@ -771,6 +771,15 @@ def test_metadata_of_a_few_bytes_take_little_memory(tmp_path, name, members, cal
         bool(FileSystemReader(tmp_path).read_metadata())
 
 
+def test_a_path_may_have_one_name_many_times(tmp_path):
+    """Pickle writes it once, and then refers to it."""
+    folder = tmp_path.joinpath(*["d" * 99] * 20)
+    save(folder, {"y": torch.ones(3)})
+    state = {"y": torch.zeros(3)}
+    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert torch.equal(state["y"], torch.ones(3))
+
+
 def test_an_older_torch_tells_why_metadata_cannot_be_read(tmp_path, monkeypatch):
     """It catches what read_metadata() raises, and forgets it."""
     monkeypatch.setattr(_reading, "DROPS_ERRORS", True)

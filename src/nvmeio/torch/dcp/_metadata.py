@@ -26,6 +26,8 @@ __all__ = ["read_metadata", "read_with_digest", "shards_of"]
 
 # How many keys of storage_data may have the same hash.
 ALIKE_MAX = 100
+# limits.h
+_PATH_MAX = 4096
 _WAY_OUT = "pass weights_only=False to allow it, which runs any code in the file"
 
 
@@ -113,6 +115,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._made = 0
         # Each object that is pickled brings its own parts, of a byte or more each.
         self._parts_left = len(text)
+        self._has_path = False
         # A class of its own, because NEWOBJ takes nothing else.
         self._index = _Sealed("MetadataIndex", (_Index,), {"__new__": self._new_index})
 
@@ -132,6 +135,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         if self._parts_left < 0 or (is_text and arguments[1] != "latin-1"):
             raise pickle.UnpicklingError("its objects have more parts than it has bytes")
         return kind(*arguments)
+
+    def _path(self, *parts: Any) -> Any:
+        """Return a path; that of the checkpoint may have one name for many folders."""
+        texts = [each for each in parts if isinstance(each, str)]
+        if self._has_path or texts != [*parts] or sum(map(len, texts)) > _PATH_MAX:
+            return self._make(pathlib.Path, *parts)
+        self._has_path = True
+        return pathlib.Path(*texts)
 
     def load(self) -> Any:
         """Return the object in the file, with each MetadataIndex."""
@@ -183,7 +194,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _sealed(filesystem._StorageInfo)
         elif module in ("pathlib", "pathlib._local"):
             if name.endswith("Path"):
-                return lambda *parts: self._make(pathlib.Path, *parts)
+                return lambda *parts: self._path(*parts)
         elif module == "builtins" and name in ("slice", "complex"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
