@@ -659,6 +659,19 @@ class TestIndex:
             load_sharded(tmp_path)
         assert str(caught.value.filename) == str(tmp_path)
 
+    def test_one_of_several_files_is_no_model(self, tmp_path):
+        """The save, or the copy, was killed after its first file."""
+        names = save_sharded({"a": np.ones(9), "b": np.ones(9)}, tmp_path / "new", 80)
+        for name in (*names[1:], names[0]):
+            (tmp_path / "new" / name).rename(tmp_path / name)
+        with pytest.raises(FileNotFoundError, match="0 and 0"):
+            load_sharded(tmp_path / "new", framework="np")
+        (tmp_path / names[1]).rename(tmp_path / "new" / names[1])
+        with pytest.raises(FileNotFoundError, match="is one of 2 files, and there is no"):
+            load_sharded(tmp_path / "new", framework="np")
+        found = load_sharded(tmp_path / "new" / names[1], framework="np")
+        assert list(found) == ["b"]
+
 
 class TestLoading:
     """All files are read by one submission."""

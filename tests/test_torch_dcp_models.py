@@ -168,11 +168,14 @@ def test_ranks_load_checkpoints_of_more_or_fewer_ranks(
             assert found["share"] <= found["read"] <= 1.1 * found["share"]
 
 
-@pytest.mark.parametrize("before", WRITERS)
+@pytest.mark.parametrize("before", [*WRITERS, "save_sharded"])
 def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
     old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
-    save(tmp_path, old, before, fqn_to_index_mapping=mapping)
+    if before == "save_sharded":
+        assert len(save_sharded(old, tmp_path, "500KB")) > 3
+    else:
+        save(tmp_path, old, before, fqn_to_index_mapping=mapping)
     left = temporary_name("model-00001-of-00009.safetensors")
     (tmp_path / left).write_bytes(b"of a save that died")
     (tmp_path / "mine.txt").write_bytes(b"x")
@@ -487,6 +490,31 @@ def test_no_model_is_saved_beside_a_file_that_would_be_loaded(tmp_path, options)
     theirs.unlink()
     save(tmp_path, state_of(1), **options)
     assert same(load_sharded(tmp_path), state_of(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, JOINED])
+@pytest.mark.parametrize("there", ["tensor", "other tensor", "no model"])
+def test_a_file_is_refused_that_readers_would_find_too(tmp_path, options, there):
+    theirs = tmp_path / "extra.safetensors"
+    safetensors.torch.save_file({there.replace("tensor", "small"): torch.ones(3)}, theirs)
+    if there == "no model":
+        theirs.write_bytes(b"x")
+    if there == "other tensor":
+        save(tmp_path, state_of(1), **options)
+        assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+    else:
+        with pytest.raises(CheckpointException, match="no reader could read the folder"):
+            save(tmp_path, state_of(1), **options)
+        files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert files == ["extra.safetensors"]
+
+
+def test_parts_of_ranks_are_not_saved_beside_another_model(tmp_path):
+    old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
+    files = save_sharded(old, tmp_path, "500KB")
+    with pytest.raises(CheckpointException, match=r"it has '.*' too"):
+        save(tmp_path, state_of(2), save_distributed=True)
+    assert {*os.listdir(tmp_path)} == {*files}
 
 
 def test_ranks_without_collectives_save_and_load(tmp_path):

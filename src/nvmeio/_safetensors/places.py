@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ __all__ = [
 INDEX_BYTES_MAX = 100_000_000
 
 INDEX_NAME = f"model{INDEX_END}"
+
+# How the name of a file ends that is one of several.
+_OF_SET = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
 
 # No JSON, so that every library refuses it.
 REPLACING = (
@@ -70,6 +74,13 @@ def places_of(path: str) -> dict[str, str]:
             2,
             f"a model is one {INDEX_NAME} or one file *.safetensors, but there are "
             f"{len(indices)} and {len(files)}; pass the path of the index or file",
+            path,
+        )
+    if (of_set := _OF_SET.search(files[0])) is not None and int(of_set[1]) != 1:
+        raise FileNotFoundError(
+            2,
+            f"{files[0]} is one of {int(of_set[1])} files, and there is no {INDEX_NAME}: "
+            "the others may not have come yet; to read this one alone, pass its path",
             path,
         )
     return _only(os.path.join(path, files[0]))

@@ -88,7 +88,8 @@ def load_sharded(
         The index or a file is invalid; the index names a file outside its folder; a tensor
         is missing; or a file changes while it is read.
     FileNotFoundError
-        The folder has no index and not exactly one safetensors file, or a file is missing.
+        The folder has no index, and not exactly one safetensors file, or one that is by its
+        name one of several; or a file is missing.
     OSError, MemoryError
         As ``load_file``.
     TypeError, ValueError, IndexError

@@ -84,7 +84,9 @@ thread_count_consolidation
     ``HuggingFaceStorageReader`` refuses to load.
 
     A folder that has a ``model.safetensors`` is refused with FileExistsError where an index
-    will be written: transformers would load that file instead.
+    will be written: transformers would load that file instead.  So is one that has another
+    safetensors file with a tensor of the save, which its readers would find twice; but the
+    files of the model that the new index replaces are removed.
 
     Examples
     --------
@@ -136,10 +138,13 @@ thread_count_consolidation
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
+        saved = {item.index.fqn for plan in plans for item in plan.items}
         if self.enable_consolidation:
             _refuse_single(self._joined_in())
+            _refuse_others(self._joined_in(), saved, indexed=True)
         elif not self.save_distributed:
             _refuse_single(os.fspath(self.path))
+        _refuse_others(os.fspath(self.path), saved, indexed=not self.save_distributed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
@@ -231,7 +236,9 @@ thread_count_consolidation
             self._write_index(folder, all_, metadata)
         elif self.enable_consolidation:
             self._consolidate(folder, all_, metadata)
-        self._remove_old(folder, set(map(_whole, parts)), self._own_prefix())
+        indexed = not self.save_distributed
+        names = set(map(_whole, parts))
+        self._remove_old(folder, names, self._own_prefix(), indexed=indexed)
 
     def _own_prefix(self) -> str:
         """Return how the names begin of the files that this rank may remove."""
@@ -274,11 +281,13 @@ thread_count_consolidation
         if self._save.claim is not None:
             self._save.claim.check()
 
-    def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
+    def _remove_old(
+        self, folder: str, names: set[str], prefix: str = "", *, indexed: bool
+    ) -> None:
         """Remove files of previous and unfinished saves, but no other files."""
         self._check_claim()
         left = {n for n in os.listdir(folder) if _is_of_writer(n, prefix)} - names
-        old = [name for name in left if _is_of_a_save(os.path.join(folder, name))]
+        old = [name for name in left if _is_old(folder, name, indexed=indexed)]
         remove_unneeded(folder, old)
         if old and self.sync_files:
             # None may come back after a power failure, beside those of this save.
@@ -341,7 +350,7 @@ thread_count_consolidation
             for source in sources
         ]
         self._write_index(target, whole, metadata)
-        self._remove_old(target, set(named))
+        self._remove_old(target, set(named), indexed=True)
 
 
 def _refuse_single(folder: str) -> None:
@@ -407,14 +416,43 @@ def _whole(part: str) -> str:
     return final_name(part) or part
 
 
-def _is_of_a_save(path: str) -> bool:
-    """Return whether a save of nvmeio or torch has written a model file."""
+def _is_old(folder: str, name: str, *, indexed: bool) -> bool:
+    """Return whether a file with a name of the writer is of a model that it replaces.
+
+    If an index is written, that is any which the old one may have named, as of save_sharded
+    or transformers; else one that a save of nvmeio or torch has written.
+    """
+    if indexed and not name.startswith("shard-"):
+        return True
     try:
-        with closing(ModelFile(path)) as file:
+        with closing(ModelFile(os.path.join(folder, name))) as file:
             said = file.layout.metadata or {}
             return SAVE_KEY in said or _hf_utils.DCP_VERSION_KEY in said
     except (OSError, SafetensorError):
         return False
+
+
+def _refuse_others(folder: str, saved: set[str], *, indexed: bool) -> None:
+    """Raise FileExistsError for a file that stays and has a tensor of this save.
+
+    Readers of the folder would find both.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder)):
+            if not name.endswith(_hf_utils.SUFFIX) or (
+                _is_of_writer(name, "") and _is_old(folder, name, indexed=indexed)
+            ):
+                continue
+            path = os.path.join(folder, name)
+            try:
+                with closing(ModelFile(path)) as file:
+                    both = saved & file.layout.by_name.keys()
+                    words = f"it has {min(both)!r} too" if both else ""
+            except SafetensorError as error:
+                words = str(error)
+            if words:
+                words += ", so no reader could read the folder; remove this file, or save "
+                raise FileExistsError(errno.EEXIST, f"{words}to another folder", path)
 
 
 def _refuse(
