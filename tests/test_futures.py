@@ -21,7 +21,7 @@ import nvmeio
 from children import run_child
 from helpers import DEPTH, ENGINES, PAGE, SLOW, Guarded, no_descriptors, pattern, plugged
 from mounts import SLOW_PLACES
-from nvmeio._events.listener import Listener
+from nvmeio._events.listener import Listener, _Notice
 from nvmeio.futures import ThreadListener
 
 
@@ -807,6 +807,28 @@ class TestAsCompleted:
         assert found == reads
         assert list(completions) == []
         assert eventfds() <= before
+
+    @pytest.mark.usefixtures("keep_eventfds")
+    def test_a_dropped_iterator_leaves_nothing(self, handle, slow_handle, path, pages):
+        """It runs no Python code meanwhile, in which a Ctrl-C would be lost."""
+        start, _ = pages
+
+        def notices():
+            return sum(type(each) is _Notice for each in gc.get_objects())
+
+        before, kept, called = notices(), eventfds(), []
+        with plugged(slow_handle, path.parent):
+            pending, _ = start(slow_handle, 0)
+            completions = nvmeio.as_completed([start(handle, 1)[0], pending])
+            next(completions)
+            assert notices() > before
+            sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code)))
+            del completions
+            sys.setprofile(None)
+            assert [code for event, code in called if event == "call"] == []
+            assert notices() == before
+            assert eventfds() <= kept
+        assert pending.wait() == PAGE
 
     def test_only_one_waiter_at_a_time_is_allowed(self, slow_handle, path, pages, run):
         start, _ = pages

@@ -23,7 +23,7 @@ from nvmeio._events.listener import (
 )
 from nvmeio._events.listener import Request as Awaited
 from nvmeio._native.arguments import deadline_ns
-from nvmeio._native.request import Request
+from nvmeio._native.request import Attached, Request
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
 
@@ -80,6 +80,7 @@ class ThreadListener(Listener):
         self._eventfd: Eventfd | None = None
         self._pauses = Pauses()
         self._poll = select.poll()
+        self._attached = Attached(self._awaited, self._callbacks)
 
     def listen(self, requests: Collection[Awaited]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
@@ -213,9 +214,6 @@ class Completions(Generic[R]):
             if found is not None:
                 self._left[found], self._anew = None, True
             raise
-
-    def __del__(self) -> None:
-        self._close()
 
     def _turn(self) -> threading.Lock:
         """Return the lock to hold meanwhile; RuntimeError if a thread or task has it.

@@ -182,6 +182,9 @@ class TaskListener(Listener):
         while self._watchers:
             self._watchers.pop().end()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _wake(self) -> None:
         if asyncio._get_running_loop() is self.loop:
             self._resume()
