@@ -671,6 +671,10 @@ class TestIndex:
             load_sharded(tmp_path / "new", framework="np")
         found = load_sharded(tmp_path / "new" / names[1], framework="np")
         assert list(found) == ["b"]
+        of_rank = tmp_path / "new" / "shard-00001-model-00001-of-00001.safetensors"
+        (tmp_path / "new" / names[1]).rename(of_rank)
+        with pytest.raises(FileNotFoundError, match="the file of one rank"):
+            load_sharded(tmp_path / "new", framework="np")
 
 
 class TestLoading:

@@ -76,6 +76,14 @@ def places_of(path: str) -> dict[str, str]:
             f"{len(indices)} and {len(files)}; pass the path of the index or file",
             path,
         )
+    if files[0].startswith("shard-"):
+        raise FileNotFoundError(
+            2,
+            f"{files[0]} is by its name the file of one rank, which may have parts of "
+            "tensors: read the folder with nvmeio.torch.dcp.HuggingFaceStorageReader; to "
+            "read this file alone, pass its path",
+            path,
+        )
     if (of_set := _OF_SET.search(files[0])) is not None and int(of_set[1]) != 1:
         raise FileNotFoundError(
             2,

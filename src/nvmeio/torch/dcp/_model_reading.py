@@ -58,8 +58,8 @@ __all__ = [
 SAVE_KEY = "nvmeio_save"
 SIZE_KEY = "nvmeio_size"
 
-# The name of a file, with the number of files in its set; "shard-" marks a rank's own.
-_OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-(\d+)\.safetensors")
+# The name of a file of a model; "shard-" marks a rank's own.
+_OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-\d+\.safetensors")
 
 
 def stored_of(file: ModelFile, tensor: Any) -> Located:
@@ -135,10 +135,10 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
             raise FileNotFoundError(errno.ENOENT, words, folder)
         found: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, _Info] = {}
-        # A path for each save found in the folder, and in each set of files with related
-        # names.  Files without the key of a save have None.
+        # A path for each save found in the folder, and among the files of ranks and the
+        # others, of any number.  Files without the key of a save have None.
         saves: dict[str | None, str] = {}
-        sets: dict[tuple[str, ...], dict[str | None, str]] = {}
+        sets: dict[str | None, dict[str | None, str]] = {}
         sizes: dict[str, tuple[int, ...]] = {}
         digest = hashlib.sha256()
         for name in names:
@@ -150,7 +150,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                 if SAVE_KEY in said:
                     saves[said[SAVE_KEY]] = path
                 if of_set := _OF_SET.fullmatch(name):
-                    sets.setdefault(of_set.groups(""), {})[said.get(SAVE_KEY)] = path
+                    sets.setdefault(of_set[1], {})[said.get(SAVE_KEY)] = path
                 for tensor in file.layout.tensors:
                     stored = stored_of(file, tensor)
                     offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
