@@ -296,17 +296,23 @@ def test_files_of_two_saves_are_refused(tmp_path):
     assert os.listdir(tmp_path / "2") == []
 
 
-@pytest.mark.parametrize("options", [{}, {"save_distributed": True}])
-def test_files_of_another_model_are_no_part_of_a_save(tmp_path, options):
+OF_RANKS = {"save_distributed": True}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, {}), (OF_RANKS, OF_RANKS), (OF_RANKS, {})]
+)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_files_of_another_model_are_no_part_of_a_save(tmp_path, before, after, name):
     """The save was killed when its first file had its name; the old one had others."""
     old, new = tmp_path / "old", tmp_path / "new"
-    save(old, {"b": torch.zeros(9)}, "torch", **options)
-    save(new, {"a": torch.ones(9)}, **options)
+    save(old, {name: torch.zeros(9)}, "torch", **before)
+    save(new, {"a": torch.ones(9)}, **after)
     (kept,) = (path for path in old.glob("*.safetensors"))
-    name = kept.name.replace("-of-00001", "-of-00002")
-    kept.rename(new / name.replace("00001", "00002", 1))
+    there = kept.name.replace("-of-00001", "-of-00002")
+    kept.rename(new / there.replace("00001", "00002", 1))
     with pytest.raises(CheckpointException, match="are from two saves"):
-        load(new, {"a": torch.zeros(9), "b": torch.zeros(9)})
+        load(new, {"a": torch.zeros(9), name: torch.zeros(9)})
 
 
 def test_a_part_that_is_missing_is_refused(tmp_path):

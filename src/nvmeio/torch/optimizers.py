@@ -1,6 +1,7 @@
 """Offload optimizer states to files; they are in memory only while they are updated."""
 
 import contextlib
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,6 +107,13 @@ def offload(
     >>> optimizer.close()
     """
     return OffloadedOptimizer(optimizer, folder, memory=memory)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Return whether torch has raised an error, and not a signal handler meanwhile."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module: str = frame.f_globals.get("__name__", "")
+    return isinstance(error, Exception) and module.startswith("torch.")
 
 
 class _Record:
@@ -399,7 +407,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             if any(group.get("fused") for group in worker.param_groups):
                 kinds = {(param.dtype, param.device) for _, param in updated}
                 alone = len(worker.param_groups) == len(kinds) == 1
-                same = same and alone and isinstance(error, Exception)
+                same = same and alone and _is_of_torch(error)
             if first and same:
                 self._failed = ""
             raise

@@ -164,7 +164,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                         path, stored.shape, stored.dtype, stored.begin, _version(file)
                     )
                     known = storage.get(index)
-                    if known is not None and _each_has_it(name, said, known, info):
+                    if known is not None and _each_has_it(path, known, info):
                         continue
                     if known is not None:
                         raise SafetensorError(
@@ -173,6 +173,10 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                         )
                     storage[index] = info
                     _add_part(found, tensor.name, stored, offsets)
+        of_ranks = sets.get("shard-", {})
+        if saves and None in of_ranks:
+            # Of ranks that saved without collectives, or by torch's writer.
+            of_ranks |= saves
         for paths in (saves, *sets.values()):
             if len(paths) > 1:
                 raise SafetensorError(
@@ -228,9 +232,11 @@ def _names_in(folder: str) -> list[str]:
         raise type(error)(error.errno, what_is_in(folder), folder) from None
 
 
-def _each_has_it(name: str, said: Mapping[str, str], one: _Info, other: _Info) -> bool:
+def _each_has_it(path: str, one: _Info, other: _Info) -> bool:
     """Return whether two ranks, saving without collectives, have written the same part."""
-    alone = name.startswith("shard-") and SAVE_KEY not in said
+    names = map(os.path.basename, (path, one.relative_path))
+    alone = all(name.startswith("shard-") for name in names)
+    alone &= one.version[0] is None is other.version[0]
     return alone and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 

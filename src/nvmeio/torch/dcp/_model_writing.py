@@ -215,7 +215,11 @@ thread_count_consolidation
         try:
             # Only one save renames its files at a time, where the file system has locks.
             claimed = self._save.claim is not None
-            with alone_in(os.fspath(self.path), goes_on=claimed):
+            with ExitStack() as stack:
+                stack.enter_context(alone_in(os.fspath(self.path), goes_on=claimed))
+                if self.enable_consolidation:
+                    # Others may save whole models there.
+                    stack.enter_context(alone_in(self._joined_in(), goes_on=claimed))
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
