@@ -659,6 +659,20 @@ class TestIndex:
             load_sharded(tmp_path)
         assert str(caught.value.filename) == str(tmp_path)
 
+    def test_a_single_file_comes_before_an_index_of_other_files(self, tmp_path):
+        """As in repositories that also have consolidated files."""
+        save_sharded({"a": np.zeros(9), "b": np.zeros(9)}, tmp_path, 80)
+        for path in sorted(tmp_path.iterdir()):
+            text = path.read_bytes()
+            path.unlink()
+            name = path.name.replace("model", "consolidated", 1)
+            if path.suffix == ".json":
+                text = text.replace(b"model-", b"consolidated-")
+            (tmp_path / name).write_bytes(text)
+        assert set(load_sharded(tmp_path, framework="np")["a"]) == {0.0}
+        save_sharded({"a": np.ones(9)}, tmp_path)
+        assert set(load_sharded(tmp_path, framework="np")["a"]) == {1.0}
+
     def test_one_of_several_files_is_no_model(self, tmp_path):
         """The save, or the copy, was killed after its first file."""
         names = save_sharded({"a": np.ones(9), "b": np.ones(9)}, tmp_path / "new", 80)

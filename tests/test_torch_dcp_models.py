@@ -512,19 +512,22 @@ def test_no_model_is_saved_beside_a_file_that_would_be_loaded(tmp_path, options)
 
 
 @pytest.mark.parametrize("options", [{}, {"save_distributed": True}, JOINED])
-@pytest.mark.parametrize("there", ["tensor", "other tensor", "no model"])
+@pytest.mark.parametrize("there", ["tensor", "other tensor", "no model", "no file"])
 def test_a_file_is_refused_that_readers_would_find_too(tmp_path, options, there):
     theirs = tmp_path / "extra.safetensors"
     safetensors.torch.save_file({there.replace("tensor", "small"): torch.ones(3)}, theirs)
     if there == "no model":
         theirs.write_bytes(b"x")
+    if there == "no file":
+        theirs.unlink()
+        theirs.symlink_to("nowhere")
     if there == "other tensor":
         save(tmp_path, state_of(1), **options)
         assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
     else:
         with pytest.raises(CheckpointException, match="no reader could read the folder"):
             save(tmp_path, state_of(1), **options)
-        files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        files = [path.name for path in tmp_path.rglob("*") if not path.is_dir()]
         assert files == ["extra.safetensors"]
 
 

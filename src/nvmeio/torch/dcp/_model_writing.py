@@ -441,22 +441,28 @@ def _refuse_others(folder: str, saved: set[str], *, indexed: bool) -> None:
 
     Readers of the folder would find both.
     """
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(folder)):
-            if not name.endswith(_hf_utils.SUFFIX) or (
-                _is_of_writer(name, "") and _is_old(folder, name, indexed=indexed)
-            ):
-                continue
-            path = os.path.join(folder, name)
-            try:
-                with closing(ModelFile(path)) as file:
-                    both = saved & file.layout.by_name.keys()
-                    words = f"it has {min(both)!r} too" if both else ""
-            except SafetensorError as error:
-                words = str(error)
-            if words:
-                words += ", so no reader could read the folder; remove this file, or save "
-                raise FileExistsError(errno.EEXIST, f"{words}to another folder", path)
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    for name in names:
+        if not name.endswith(_hf_utils.SUFFIX) or (
+            _is_of_writer(name, "") and _is_old(folder, name, indexed=indexed)
+        ):
+            continue
+        path = os.path.join(folder, name)
+        try:
+            with closing(ModelFile(path)) as file:
+                both = saved & file.layout.by_name.keys()
+                words = f"it has {min(both)!r} too" if both else ""
+        except FileNotFoundError:
+            # Or it was removed meanwhile.
+            words = "it is a link to nothing" if os.path.islink(path) else ""
+        except SafetensorError as error:
+            words = str(error)
+        if words:
+            words += ", so no reader could read the folder; remove this file, or save "
+            raise FileExistsError(errno.EEXIST, f"{words}to another folder", path)
 
 
 def _refuse(
