@@ -16,6 +16,7 @@ __all__ = [
     "INDEX_BYTES_MAX",
     "INDEX_NAME",
     "REPLACING",
+    "SINGLE_NAME",
     "file_at",
     "indices_in",
     "naming_model",
@@ -28,8 +29,8 @@ __all__ = [
 INDEX_BYTES_MAX = 100_000_000
 
 INDEX_NAME = f"model{INDEX_END}"
-# The name of a model in one file.
-_SINGLE = "model.safetensors"
+# The name of a model in one file, which transformers loads even if there is an index.
+SINGLE_NAME = "model.safetensors"
 
 # How the name of a file ends that is one of several.
 _OF_SET = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
@@ -68,9 +69,9 @@ def places_of(path: str) -> dict[str, str]:
         return _index(path)
     entries = sorted(os.listdir(path))
     indices = indices_in(entries)
-    if _SINGLE in entries and INDEX_NAME not in entries:
+    if SINGLE_NAME in entries and INDEX_NAME not in entries:
         # Another index, such as consolidated.safetensors.index.json, is of other files.
-        return _only(os.path.join(path, _SINGLE))
+        return _only(os.path.join(path, SINGLE_NAME))
     if len(indices) == 1:
         return _index(os.path.join(path, indices[0]))
     files = [name for name in entries if name.endswith(".safetensors")]

@@ -20,7 +20,13 @@ from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
-from nvmeio._safetensors.places import INDEX_NAME, file_at, naming_model, places_of
+from nvmeio._safetensors.places import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    file_at,
+    naming_model,
+    places_of,
+)
 from nvmeio._safetensors.replacing import alone_in, of_one_save, replacing_model
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
@@ -243,7 +249,7 @@ def save_sharded(
         kind._evaluate_tensors_for_save(tensors)
         word = "pt"
     shards = _shards(tensors, limit)
-    names = ["model.safetensors"]
+    names = [SINGLE_NAME]
     if len(shards) > 1:
         names = [
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -38,6 +38,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_empty, replace_file
 from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.places import SINGLE_NAME
 from nvmeio._safetensors.replacing import alone_in, replacing_model
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
@@ -60,8 +61,6 @@ from nvmeio.torch.dcp._writing import (
 
 __all__ = ["HuggingFaceStorageWriter"]
 
-# The name of a model in one file, which transformers loads even if there is an index.
-_SINGLE = "model.safetensors"
 # The final names of a save's files.
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
@@ -359,7 +358,7 @@ thread_count_consolidation
 
 def _refuse_single(folder: str) -> None:
     """Raise FileExistsError if an index in a folder would be passed over."""
-    single = os.path.join(folder, _SINGLE)
+    single = os.path.join(folder, SINGLE_NAME)
     if exists(single):
         raise FileExistsError(
             errno.EEXIST,
