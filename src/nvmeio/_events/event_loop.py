@@ -140,9 +140,10 @@ class TaskListener(Listener):
 
     def __init__(self) -> None:
         super().__init__()
+        # First, because close() needs it, also if the rest fails.
+        self._watchers: list[Watcher] = []
         self.loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
-        self._watchers: list[Watcher] = []
         # Workers without a watcher, and the pauses between looks at them.
         self._polled: list[Workers] = []
         self._pauses = Pauses()
