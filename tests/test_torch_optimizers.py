@@ -866,38 +866,29 @@ class TestStates:
             with pytest.raises(RuntimeError, match="have changed since state_items"):
                 list(items)
 
-    def test_a_step_that_goes_on_is_not_said_to_have_failed(self, both, monkeypatch):
+    @pytest.mark.parametrize("what", ["step", "load"])
+    def test_what_goes_on_is_not_said_to_have_failed(self, both, monkeypatch, what):
         theirs, ordinary, ours, offloaded = both
         run(1, theirs, ordinary, ours, offloaded)
-        items, update, said = offloaded.state_items(), offloaded._update, []
+        name = {"step": "_update", "load": "_put"}[what]
+        items, method, said = offloaded.state_items(), getattr(offloaded, name), []
 
-        def updating(*arguments):
+        def going_on(*arguments):
             with pytest.raises(RuntimeError) as caught:
                 list(items)
             said.append(str(caught.value))
-            return update(*arguments)
+            return method(*arguments)
 
-        monkeypatch.setattr(offloaded, "_update", updating)
-        run(1, theirs, ordinary, ours, offloaded, begin=1)
-        assert said
-        assert all("step 2 goes on" in each for each in said)
-
-    def test_a_load_that_goes_on_is_not_said_to_have_failed(self, both, monkeypatch):
-        theirs, ordinary, ours, offloaded = both
-        run(1, theirs, ordinary, ours, offloaded)
-        items, put, said = offloaded.state_items(), offloaded._put, []
-
-        def putting(*arguments):
-            with pytest.raises(RuntimeError) as caught:
-                list(items)
-            said.append(str(caught.value))
-            return put(*arguments)
-
-        monkeypatch.setattr(offloaded, "_put", putting)
-        offloaded.load_state_dict(offloaded.state_dict())
-        offloaded.state[ours[0]] = offloaded.state[ours[0]]
-        assert "load_state_dict() goes on" in said[0]
-        assert "an assignment to state goes on" in said[1]
+        monkeypatch.setattr(offloaded, name, going_on)
+        if what == "step":
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+            assert said
+            assert all("step 2 goes on" in each for each in said)
+        else:
+            offloaded.load_state_dict(offloaded.state_dict())
+            offloaded.state[ours[0]] = offloaded.state[ours[0]]
+            assert "load_state_dict() goes on" in said[0]
+            assert "an assignment to state goes on" in said[1]
 
     def test_states_that_change_while_they_are_read_are_not_saved(
         self, tmp_path, monkeypatch
