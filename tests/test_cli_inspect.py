@@ -466,7 +466,7 @@ def test_what_a_file_is_is_said_by_inspect_and_by_load_file(tmp_path, kind):
 
 
 def sharded(folder):
-    save_sharded({"a": np.ones(3)}, folder)
+    save_sharded({"a": np.ones(3), "b": np.ones(3)}, folder, 24)
     return folder, "model.safetensors.index.json"
 
 
@@ -650,6 +650,26 @@ def test_a_model_that_lacks_a_file_or_a_tensor_is_an_error(tmp_path, how):
         index.unlink()
         words = "model-...-of-00002.safetensors: 1 of 2 files are missing"
     assert_lacks(tmp_path, words, kept)
+
+
+def test_a_single_model_is_listed_without_what_other_indices_name(tmp_path):
+    """As it is loaded."""
+    save_sharded(TENSORS, tmp_path, 10_000)
+    st.save_file({"other": np.ones(3)}, tmp_path / "model.safetensors")
+    found = listed(tmp_path)
+    assert [(e["name"], e["files"]) for e in found["tensors"]] == [
+        ("other", ["model.safetensors"])
+    ]
+
+
+def test_ranks_that_have_tensors_of_their_own_lack_no_file(tmp_path):
+    for rank, name in enumerate(TENSORS, 1):
+        file = f"shard-{rank:05}-model-{rank:05}-of-{len(TENSORS):05}.safetensors"
+        st.save_file({name: TENSORS[name]}, tmp_path / file)
+    assert {each["name"] for each in listed(tmp_path)["tensors"]} == {*TENSORS}
+    (tmp_path / file).unlink()
+    words = f"model-...-of-{len(TENSORS):05}.safetensors: 1 of {len(TENSORS)} files are"
+    assert_lacks(tmp_path, words, next(iter(TENSORS)))
 
 
 def test_each_of_several_indices_of_models_is_read_by_its_path(tmp_path):

@@ -27,7 +27,6 @@ from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
 from nvmeio._safetensors import replacing
-from nvmeio._safetensors.replacing import replacing_model
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
@@ -269,16 +268,28 @@ class TestRefused:
             save_sharded(new, tmp_path, max_shard_size=4000)
         assert {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)} == before
 
-    def test_files_that_another_save_left_do_not_end_the_old_model(self, tmp_path):
+    def test_files_that_another_save_left_do_not_end_the_old_model(
+        self, tmp_path, monkeypatch
+    ):
         """The old one has other names, and stays whole until the index is replaced."""
         new = self.old(tmp_path)
-        old = (tmp_path / INDEX).read_bytes()
         for number in (1, 2):
             left = tmp_path / f"model-0000{number}-of-00002.safetensors"
             left.write_bytes(b"left by a save that was killed")
-        with replacing_model(os.fspath(tmp_path), [left.name, "other"], sync=True) as begin:
-            begin()
-            assert (tmp_path / INDEX).read_bytes() == old
+        replace, done = os.replace, []
+
+        def interrupt(part, whole):
+            if done:
+                raise KeyboardInterrupt
+            done.append(whole)
+            replace(part, whole)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                save_sharded(new, tmp_path, max_shard_size=8000)
+        assert done == [os.fspath(tmp_path / "model-00002-of-00002.safetensors")]
+        assert self.values(tmp_path) == self.OLD
         save_sharded(new, tmp_path, max_shard_size=8000)
         assert bits(load_sharded(tmp_path)) == bits(new)
 
@@ -672,6 +683,11 @@ class TestIndex:
         assert set(load_sharded(tmp_path, framework="np")["a"]) == {0.0}
         save_sharded({"a": np.ones(9)}, tmp_path)
         assert set(load_sharded(tmp_path, framework="np")["a"]) == {1.0}
+        # Or of another model, which transformers would not take either.
+        save_sharded({"a": np.zeros(9), "b": np.zeros(9)}, tmp_path, 80)
+        safetensors.numpy.save_file({"a": np.ones(9)}, tmp_path / "model.safetensors")
+        found = load_sharded(tmp_path, framework="np")
+        assert {name: set(value) for name, value in found.items()} == {"a": {1.0}}
 
     def test_one_of_several_files_is_no_model(self, tmp_path):
         """The save, or the copy, was killed after its first file."""

@@ -185,6 +185,43 @@ def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
 
 
+@pytest.mark.parametrize("limit", ["1KB", "5GB"])
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, JOINED])
+def test_save_sharded_replaces_what_this_writer_saved(tmp_path, options, limit):
+    """Also if it has no tensor in common, which readers would add."""
+    save(tmp_path, state_of(1), **options)
+    state = {name: torch.full((200,), 2.0) for name in "ab"}
+    files = save_sharded(state, tmp_path, limit)
+    joined = {"sharded"} if options == JOINED else set()
+    assert {*os.listdir(tmp_path)} == {*files} | joined
+    assert same(load_sharded(tmp_path), state)
+    reader = HuggingFaceStorageReader(str(tmp_path))
+    assert reader.read_metadata().state_dict_metadata.keys() == state.keys()
+    assert same(load(tmp_path, zeroed(state)), state)
+
+
+def test_an_index_never_has_less_than_the_file_that_it_leads_to(tmp_path, monkeypatch):
+    """If the save ended between the name of its only file and the index."""
+    first, more = {"a": torch.zeros(3)}, {"a": torch.ones(3), "b": torch.ones(3)}
+    for state in (first, {"a": torch.full((3,), 2.0)}, more):
+
+        def fail(*arguments):
+            raise OSError(errno.EIO, "broken")
+
+        if state is not first:
+            with monkeypatch.context() as patch:
+                patch.setattr(_model_writing, "sync_folder", fail)
+                with pytest.raises(CheckpointException, match="broken"):
+                    save(tmp_path, state)
+            if state is more:
+                with pytest.raises(SafetensorError, match="may be of two models"):
+                    load_sharded(tmp_path)
+            else:
+                assert same(load_sharded(tmp_path), state)
+        save(tmp_path, state)
+        assert same(load_sharded(tmp_path), state)
+
+
 def test_a_copy_by_hard_links_keeps_the_old_model(tmp_path):
     save(tmp_path / "run", state_of(1))
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link)
@@ -222,7 +259,8 @@ def test_a_failed_save_leaves_the_old_checkpoint_or_none(tmp_path, monkeypatch, 
     def fail(*arguments, **options):
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(_model_writing, place, fail)
+    module = replacing if place == "replace_file" else _model_writing
+    monkeypatch.setattr(module, place, fail)
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2))
     monkeypatch.undo()
@@ -511,24 +549,57 @@ def test_no_model_is_saved_beside_a_file_that_would_be_loaded(tmp_path, options)
     assert same(load_sharded(tmp_path), state_of(1))
 
 
+def there_is(name, **metadata):
+    """Return what makes a file with one tensor."""
+    tensors = {name: torch.ones(3)}
+    return lambda path: safetensors.torch.save_file(tensors, path, metadata)
+
+
+def of_another_save(path):
+    folder = path.parent / "theirs"
+    save(folder, {"theirs": torch.ones(3)})
+    os.rename(folder / "model-00001-of-00001.safetensors", path)
+    shutil.rmtree(folder)
+
+
+def with_a_tensor_twice(path):
+    there_is("theirs")(path)
+    shutil.copy(path, path.with_name("copy.safetensors"))
+
+
+def of_a_dtype_that_torch_lacks(path):
+    header = json.dumps({"x": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(3))
+
+
+OTHERS = {
+    "other": there_is("other"),
+    "no model": lambda path: path.write_bytes(b"x"),
+    "no file": lambda path: path.symlink_to("nowhere"),
+    "another save": of_another_save,
+    "a tensor twice": with_a_tensor_twice,
+    "a gap": there_is("theirs", DCP_SHARDING_INFO='{"theirs": {"saved_offsets": [3]}}'),
+    "no dtype": of_a_dtype_that_torch_lacks,
+    "part of ranks": lambda path: there_is("theirs")(
+        path.with_name("shard-00001-model-00001-of-00001.safetensors")
+    ),
+}
+
+
 @pytest.mark.parametrize("options", [{}, {"save_distributed": True}, JOINED])
-@pytest.mark.parametrize("there", ["tensor", "other tensor", "no model", "no file"])
-def test_a_file_is_refused_that_readers_would_find_too(tmp_path, options, there):
+@pytest.mark.parametrize("there", [*OTHERS, "small"])
+def test_a_file_is_refused_beside_which_no_reader_could_read(tmp_path, options, there):
     theirs = tmp_path / "extra.safetensors"
-    safetensors.torch.save_file({there.replace("tensor", "small"): torch.ones(3)}, theirs)
-    if there == "no model":
-        theirs.write_bytes(b"x")
-    if there == "no file":
-        theirs.unlink()
-        theirs.symlink_to("nowhere")
-    if there == "other tensor":
+    OTHERS.get(there, there_is("small"))(theirs)
+    before = {each: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
+    if there == "other":
         save(tmp_path, state_of(1), **options)
         assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
-    else:
-        with pytest.raises(CheckpointException, match="no reader could read the folder"):
-            save(tmp_path, state_of(1), **options)
-        files = [path.name for path in tmp_path.rglob("*") if not path.is_dir()]
-        assert files == ["extra.safetensors"]
+        return
+    with pytest.raises(CheckpointException, match="no reader could read the folder"):
+        save(tmp_path, state_of(1), **options)
+    left = {each for each in tmp_path.rglob("*") if each.is_file()}
+    assert {each: each.read_bytes() for each in left} == before
 
 
 def test_parts_of_ranks_are_not_saved_beside_another_model(tmp_path):
@@ -717,7 +788,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     seeds, held, goes_on = {1: [], 2: []}, threading.Event(), threading.Event()
     first = threading.local()
     alone, replace = _model_writing.alone_in, os.replace
-    write_index = HuggingFaceStorageWriter._write_index
+    check = HuggingFaceStorageWriter._check_claims
 
     def hold():
         if getattr(first, "is_it", False):
@@ -734,15 +805,16 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
             hold()
         replace(*arguments)
 
-    def held_with_the_lock(*arguments):
-        if at == "before the index":
+    def held_with_the_lock(self):
+        named = len([*tmp_path.glob("model-*")])
+        if at == "before the index" and named == len(state_of(1)):
             hold()
-        write_index(*arguments)
+        check(self)
 
     if at == "before the index":
         # The other one does not wait for the lock, and has files of other names.
         monkeypatch.setattr(replacing, "PATIENCE_S", 0)
-    monkeypatch.setattr(HuggingFaceStorageWriter, "_write_index", held_with_the_lock)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "_check_claims", held_with_the_lock)
     monkeypatch.setattr(_model_writing, "alone_in", held_before)
     monkeypatch.setattr(_model_writing.os, "replace", held_between)
 
@@ -795,6 +867,55 @@ def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
 
 
+@pytest.mark.parametrize("first", ["joined", "whole"])
+def test_joined_and_whole_saves_of_one_folder_have_one_claim(tmp_path, monkeypatch, first):
+    """Also if neither waits for the other one's lock: the one that began first fails."""
+    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+    options = {"joined": JOINED, "whole": {}}
+    finish, done = HuggingFaceStorageWriter.finish, []
+
+    def save_before(self, **arguments):
+        if not done:
+            done.append(first)
+            (other,) = options.keys() - {first}
+            save(tmp_path, state_of(2), **options[other])
+        finish(self, **arguments)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "finish", save_before)
+    with pytest.raises(CheckpointException, match=r"one save( may go on there| at a time)"):
+        save(tmp_path, state_of(1), **options[first])
+    assert same(load_sharded(tmp_path), state_of(2))
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+    assert not [*tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize("locked", [".", "sharded"])
+def test_a_joined_save_waits_for_others_in_both_folders(tmp_path, monkeypatch, locked):
+    save(tmp_path, state_of(1), **JOINED)
+    was_refused, is_locked = threading.Event(), replacing.is_locked
+
+    def noting(descriptor):
+        found = is_locked(descriptor)
+        if found:
+            was_refused.set()
+        return found
+
+    monkeypatch.setattr(replacing, "is_locked", noting)
+    options = {"kwargs": JOINED, "args": (tmp_path, state_of(2))}
+    saving = threading.Thread(target=save, **options)
+    folder = os.open(tmp_path / locked, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        saving.start()
+        assert was_refused.wait(60)
+        for each in (tmp_path, tmp_path / "sharded"):
+            assert same(load(each, zeroed(state_of(1))), state_of(1))
+    finally:
+        os.close(folder)
+    saving.join(60)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
 def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
     """Not by others, at any time: the files with temporary names neither."""
     before = os.umask(0o022)
@@ -840,3 +961,31 @@ def test_a_model_of_another_user_is_replaced_with_its_index(way):
             os.setgroups(groups)
         assert {path.stat().st_uid for path in Path(folder).iterdir()} == {1002}
         assert same(load_sharded(folder), state)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("way", ["dcp", "distributed", "sharded"])
+def test_a_file_that_only_its_owner_may_remove_is_refused_first(way):
+    """In a folder such as /tmp, where the old one would stay beside the new one."""
+
+    def put(value):
+        state = {name: torch.full((100,), value) for name in ("a", "b")}
+        if way == "sharded":
+            save_sharded(state, folder, 400)
+        else:
+            save(folder, state, save_distributed=way == "distributed")
+        return state
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        state = put(1.0)
+        os.chmod(folder, 0o1777)
+        before = {*os.listdir(folder)}
+        os.seteuid(1002)
+        try:
+            words = "can be neither replaced nor removed"
+            with pytest.raises((PermissionError, CheckpointException), match=words):
+                put(2.0)
+        finally:
+            os.seteuid(0)
+        assert {*os.listdir(folder)} == before
+        assert same(load(folder, zeroed(state)), state)

@@ -6,7 +6,6 @@ they are in ``.metadata``, a pickle.
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from nvmeio._cli.record_files import is_mds_folder, mds_folder
 from nvmeio._cli.torch_files import check_pickle_size, loaded
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import INDEX_END, METADATA, STEP, TENSORS, what_is_in
-from nvmeio._safetensors.places import indices_in, read_index
+from nvmeio._safetensors.places import NUMBERED, SINGLE_NAME, leading_in, read_index
 from nvmeio._tensors.torch_files import SIZES, Reader, shape_of
 from nvmeio.checkpoint import CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
@@ -26,8 +25,6 @@ from nvmeio.safetensors import SafetensorError, safe_open
 __all__ = ["contents_of", "models_in", "step_of", "tensors_in"]
 
 MODEL_END = ".safetensors"
-# One of several files of a model, which are numbered from 1.
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def step_of(path: str) -> tuple[str, int] | None:
@@ -60,16 +57,23 @@ def contents_of(path: str) -> dict[str, Any]:
 def models_in(path: str) -> dict[str, Any]:
     """Return the tensors of a model in several files, with the file of each.
 
-    `path` is an index, or a folder.  The files of the index are listed, where there is one,
-    or else all of the folder.
+    `path` is an index, or a folder.  The files by which the model is loaded are listed, or
+    else all of the folder.
     """
     problems: list[str] = []
     places: dict[str, str] = {}
     said: Any = None
     if path.endswith(INDEX_END):
         folder, indices = os.path.dirname(path) or ".", [os.path.basename(path)]
+        names = []
     else:
-        folder, indices = path, indices_in(sorted(os.listdir(path)))
+        folder, entries = path, sorted(os.listdir(path))
+        indices = leading_in(entries)
+        names = [each for each in entries if each.endswith(MODEL_END)]
+        if indices == [SINGLE_NAME]:
+            # Files of an index beside it are of another model.
+            has_index = any(each.endswith(INDEX_END) for each in entries)
+            names, indices = indices if has_index else names, []
     if len(indices) > 1:
         some = ", ".join(indices[:3])
         raise CommandError(
@@ -85,7 +89,6 @@ def models_in(path: str) -> dict[str, Any]:
             raise CommandError(f"{index}: its metadata are {said!r:.100}, not an object")
         names = sorted(set(places.values()))
     else:
-        names = sorted(each for each in os.listdir(folder) if each.endswith(MODEL_END))
         problems += _missing_parts(folder, names)
     tensors = []
     there = set()
@@ -121,15 +124,16 @@ def models_in(path: str) -> dict[str, Any]:
 
 def _missing_parts(folder: str, names: list[str]) -> Iterator[str]:
     """Yield which files are missing of models whose files have numbers."""
-    numbered: dict[tuple[str, int], int] = {}
+    # The files of ranks have numbers in common: each rank has those of its tensors.
+    there: dict[tuple[str, int], set[int]] = {}
     for name in names:
-        if found := _PART.fullmatch(name):
-            key = found[1], int(found[2])
-            numbered[key] = numbered.get(key, 0) + 1
-    for (stem, count), there in numbered.items():
-        if there < count:
+        if found := NUMBERED.fullmatch(name):
+            key = found["stem"], int(found["count"])
+            there.setdefault(key, set()).add(int(found["number"]))
+    for (stem, count), numbers in there.items():
+        if len(numbers) < count:
             yield (
-                f"{folder}: {stem}-...-of-{count:05}{MODEL_END}: {count - there} of "
+                f"{folder}: {stem}-...-of-{count:05}{MODEL_END}: {count - len(numbers)} of "
                 f"{count} files are missing"
             )
 

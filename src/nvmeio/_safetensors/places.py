@@ -15,10 +15,12 @@ from nvmeio._tensors.errors import SafetensorError
 __all__ = [
     "INDEX_BYTES_MAX",
     "INDEX_NAME",
+    "NUMBERED",
     "REPLACING",
     "SINGLE_NAME",
     "file_at",
-    "indices_in",
+    "leading_in",
+    "leading_to",
     "naming_model",
     "places_of",
     "read_index",
@@ -32,8 +34,10 @@ INDEX_NAME = f"model{INDEX_END}"
 # The name of a model in one file, which transformers loads even if there is an index.
 SINGLE_NAME = "model.safetensors"
 
-# How the name of a file ends that is one of several.
-_OF_SET = re.compile(r"-\d{5}-of-(\d{5})\.safetensors\Z")
+# The name of a file that is one of several, of a whole model or of what one rank has of it.
+NUMBERED = re.compile(
+    r"(?P<rank>shard-\d+-)?(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors"
+)
 
 # No JSON, so that every library refuses it.
 REPLACING = (
@@ -62,24 +66,41 @@ def naming_model(path: str) -> Iterator[None]:
 
 
 def places_of(path: str) -> dict[str, str]:
-    """Return the path of the file of each tensor of a model."""
+    """Return the path of the file of each tensor, by an index or a file."""
     if path.endswith(".safetensors"):
-        return _only(path)
-    if not os.path.isdir(path):
-        return _index(path)
+        with file_at(path, False) as file:
+            return dict.fromkeys(file.layout.by_name, path)
+    folder = os.path.dirname(path)
+    places, _ = read_index(path)
+    return {name: os.path.join(folder, place) for name, place in places.items()}
+
+
+def leading_in(names: list[str]) -> list[str]:
+    """Return which of the files in a folder lead to its model: best a single one.
+
+    As in transformers, a model in one file comes before an index, and the usual index
+    before others, such as consolidated.safetensors.index.json.
+    """
+    for usual in (SINGLE_NAME, INDEX_NAME):
+        if usual in names:
+            return [usual]
+    return [name for name in names if name.endswith(INDEX_END)]
+
+
+def leading_to(path: str) -> str:
+    """Return the path of the index or the file by which a model is loaded."""
+    if path.endswith(".safetensors") or not os.path.isdir(path):
+        return path
     entries = sorted(os.listdir(path))
-    indices = indices_in(entries)
-    if SINGLE_NAME in entries and INDEX_NAME not in entries:
-        # Another index, such as consolidated.safetensors.index.json, is of other files.
-        return _only(os.path.join(path, SINGLE_NAME))
-    if len(indices) == 1:
-        return _index(os.path.join(path, indices[0]))
+    leading = leading_in(entries)
+    if len(leading) == 1:
+        return os.path.join(path, leading[0])
     files = [name for name in entries if name.endswith(".safetensors")]
-    if indices or len(files) != 1:
+    if leading or len(files) != 1:
         raise FileNotFoundError(
             2,
             f"a model is one {INDEX_NAME} or one file *.safetensors, but there are "
-            f"{len(indices)} and {len(files)}; pass the path of the index or file",
+            f"{len(leading)} and {len(files)}; pass the path of the index or file",
             path,
         )
     if files[0].startswith("shard-"):
@@ -90,33 +111,15 @@ def places_of(path: str) -> dict[str, str]:
             "read this file alone, pass its path",
             path,
         )
-    if (of_set := _OF_SET.search(files[0])) is not None and int(of_set[1]) != 1:
+    numbered = NUMBERED.fullmatch(files[0])
+    if numbered is not None and (count := int(numbered["count"])) != 1:
         raise FileNotFoundError(
             2,
-            f"{files[0]} is one of {int(of_set[1])} files, and there is no {INDEX_NAME}: "
+            f"{files[0]} is one of {count} files, and there is no {INDEX_NAME}: "
             "the others may not have come yet; to read this one alone, pass its path",
             path,
         )
-    return _only(os.path.join(path, files[0]))
-
-
-def _only(path: str) -> dict[str, str]:
-    """Return the path of each tensor of a model in a single file."""
-    with file_at(path, False) as file:
-        return dict.fromkeys(file.layout.by_name, path)
-
-
-def indices_in(names: list[str]) -> list[str]:
-    """Return the indices of models in a folder: only the usual one, if it is there."""
-    indices = [name for name in names if name.endswith(INDEX_END)]
-    return [INDEX_NAME] if INDEX_NAME in indices else indices
-
-
-def _index(path: str) -> dict[str, str]:
-    """Return the path of each tensor's file, by an index."""
-    folder = os.path.dirname(path)
-    places, _ = read_index(path)
-    return {name: os.path.join(folder, place) for name, place in places.items()}
+    return os.path.join(path, files[0])
 
 
 def replaced(path: str) -> SafetensorError:

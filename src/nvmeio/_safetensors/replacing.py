@@ -3,28 +3,49 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from nvmeio._files.descriptors import FOLDER, best_effort, open_regular, opened
+from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.locks import is_locked
+from nvmeio._files.paths import synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name
 from nvmeio._safetensors.places import (
     INDEX_BYTES_MAX,
     INDEX_NAME,
+    NUMBERED,
     REPLACING,
+    SINGLE_NAME,
+    file_at,
     read_index,
     replaced,
 )
 from nvmeio._tensors.errors import SafetensorError
 
-__all__ = ["alone_in", "of_one_save", "replacing_model"]
+__all__ = [
+    "SAVE_KEY",
+    "VERSION_KEY",
+    "alone_in",
+    "of_one_save",
+    "old_files",
+    "parts_of_ranks",
+    "replacing_model",
+    "require_replaceable",
+    "require_whole",
+]
 
 # How long a save waits until another one has renamed its files.
 PATIENCE_S = 60
+
+# Keys in the headers of nvmeio.torch.dcp, which tells a save, and of torch's writer.
+SAVE_KEY = "nvmeio_save"
+VERSION_KEY = "DCP_VERSION"
 
 
 @contextlib.contextmanager
@@ -61,14 +82,37 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing_model(
-    folder: str, names: list[str], *, sync: bool
+    folder: str,
+    names: Collection[str],
+    places: Mapping[str, str] | None,
+    *,
+    total: int,
+    sync: bool,
+    old_names: Callable[[], Collection[str]],
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], None]]:
-    """Let nobody take a mixture of files of two models for one; yield what begins that.
+    """Let the block name the files of a model; then write the index, and remove old files.
 
-    Call it before the first of several files gets its name.  If one of them replaces a file
-    of the index, the index then says so, until the caller writes it anew, or the block
-    raises before a file was replaced.
+    Nobody takes a mixture of files of two models for one.  Call what is yielded before the
+    first of the files gets its name: if the old index leads to it, the index then says so,
+    until it is written anew, or the block raises before a file was replaced.
+
+    Parameters
+    ----------
+    folder, names
+        Where the files get which names.
+    places : mapping of str to str, or None
+        The file of each tensor; None for files without an index.
+    total : int
+        The bytes of all tensors.
+    sync : bool
+        Whether index and removal are durable.
+    old_names : callable
+        Returns the names of the files to remove, apart from `names`.
+    check : callable
+        Raises if another save has begun, which is to go on alone.
     """
+    require_replaceable(folder, {*names, *old_names()}, index=places is not None)
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
     before: list[tuple[int, ...] | None] | None = None
@@ -76,7 +120,7 @@ def replacing_model(
     def begin() -> None:
         nonlocal before, old
         now = _identities(paths)
-        if len(paths) > 1 and any(now) and _leads_to(index, names):
+        if places is not None and _may_mix(index, {*names}, places, any(now)):
             before, old = now, _contents(index)
             replace_file(REPLACING, index, sync=sync, read_only=True)
 
@@ -90,22 +134,131 @@ def replacing_model(
                 elif _contents(index) == REPLACING:
                     os.unlink(index)
         raise
+    check()
+    if places is not None:
+        text = {"metadata": {"total_size": total}, "weight_map": {**places}}
+        contents = json.dumps(text, indent=2, sort_keys=True) + "\n"
+        replace_file(contents.encode(), index, sync=sync, read_only=True)
+        check()
+    others = {*old_names()} - {*names}
+    if places is None and _leads_to(index, {*names} | others):
+        # Durably: as long as it exists, loading needs the files that it names.
+        with contextlib.suppress(FileNotFoundError), synced_folder(index):
+            os.unlink(index)
+    _remove(folder, others, sync=sync)
 
 
-def _leads_to(index: str, names: list[str]) -> bool:
-    """Return whether an index may have one of the files; else it stays whole."""
+def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:
+    """Remove files of an old model, which would be in the way of loading a new one.
+
+    With `sync`, none comes back after a power failure.
+    """
+    for name in sorted(names):
+        path = os.path.join(folder, name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
+            words = f"{error.strerror} (the new model is complete, but this file of an old "
+            words += "one cannot be removed, beside which some readers refuse it)"
+            raise OSError(error.errno, words, path) from None
+    if names and sync:
+        sync_folder(folder)
+
+
+def old_files(folder: str, *, single: bool) -> set[str]:
+    """Return the files of any model that a model with an index, or one file, replaces."""
+    found = parts_of_ranks(folder, "shard-")
+    for name in os.listdir(folder):
+        is_whole = name.startswith("model-") and _is_numbered(name)
+        if is_whole or (single and name == SINGLE_NAME):
+            found.add(name)
+    return found
+
+
+def parts_of_ranks(folder: str, prefix: str = "") -> set[str]:
+    """Return the files that torch's or nvmeio's writer of model files has written."""
+    found = set()
+    for name in os.listdir(folder):
+        if not (name.startswith(prefix) and _is_numbered(name)):
+            continue
+        try:
+            with file_at(os.path.join(folder, name), False) as file:
+                said = file.layout.metadata or {}
+        except (OSError, SafetensorError):
+            continue
+        if SAVE_KEY in said or VERSION_KEY in said:
+            found.add(name)
+    return found
+
+
+def _is_numbered(name: str) -> bool:
+    numbered = NUMBERED.fullmatch(name)
+    return numbered is not None and numbered["stem"] == "model"
+
+
+def require_replaceable(folder: str, names: Iterable[str], *, index: bool) -> None:
+    """Raise PermissionError for a file that only another user may replace or remove.
+
+    That is so in a folder with the sticky bit, such as /tmp.
+    """
+    if index:
+        names = {*names, INDEX_NAME}
+    about, user = os.stat(folder), os.geteuid()
+    if not about.st_mode & stat.S_ISVTX or user in (0, about.st_uid):
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(path).st_uid != user:
+                raise PermissionError(
+                    errno.EPERM,
+                    "it belongs to another user, and its folder has the sticky bit, so it "
+                    "can be neither replaced nor removed; save to another folder",
+                    path,
+                )
+
+
+def _may_mix(
+    index: str, names: set[str], places: Mapping[str, str], is_there: bool
+) -> bool:
+    """Return whether an index could lead to files of two models while these are replaced.
+
+    A single file is whole, and so is what an index says of it, if its tensors stay.
+    """
     try:
-        return not {*names}.isdisjoint(read_index(index)[0].values())
+        old, _ = read_index(index)
+    except FileNotFoundError:
+        return is_there and len(names) > 1
     except (OSError, SafetensorError):
         return True
+    return not names.isdisjoint(old.values()) and (len(names) > 1 or old != places)
+
+
+def _leads_to(index: str, names: set[str]) -> bool:
+    """Return whether an index is of an old model, if these files replace or remove some."""
+    if SINGLE_NAME in names:
+        # It is the model from now on, whatever another index says.
+        return True
+    try:
+        return not names.isdisjoint(read_index(index)[0].values())
+    except (OSError, SafetensorError):
+        return False
 
 
 def of_one_save(path: str) -> Callable[[], None]:
     """Return what raises SafetensorError if the files opened since may be of two saves.
 
     Call this before the index is read, and what it returns when all files are open: a save
-    changes the index before the first of several files gets its name.
+    changes the index before the first of several files gets its name.  `path` is that of
+    the index or of its folder; a model in one file is always of one save.
     """
+    if path.endswith(".safetensors"):
+        return lambda: None
     index = path if path.endswith(INDEX_END) else os.path.join(path, INDEX_NAME)
     before = _version(index)
 
@@ -120,6 +273,12 @@ def of_one_save(path: str) -> Callable[[], None]:
             raise replaced(index)
 
     return check
+
+
+def require_whole(folder: str) -> None:
+    """Raise SafetensorError if an index says that its files may be of two saves."""
+    if _contents(index := os.path.join(folder, INDEX_NAME)) == REPLACING:
+        raise replaced(index)
 
 
 def _version(path: str) -> tuple[int, ...] | None:

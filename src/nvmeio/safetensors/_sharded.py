@@ -1,10 +1,8 @@
 """Models in several files, with an index of which file has which tensor."""
 
-import contextlib
 import errno
-import json
+import functools
 import os
-import re
 import resource
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -14,9 +12,8 @@ import numpy as np
 
 from nvmeio._arguments.checks import flag, path_of, shown
 from nvmeio._arguments.units import size_of
-from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import refuse_url, synced_folder
-from nvmeio._publish.files import replace_file
+from nvmeio._files.folders import make_folders
+from nvmeio._files.paths import refuse_url
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
@@ -24,10 +21,16 @@ from nvmeio._safetensors.places import (
     INDEX_NAME,
     SINGLE_NAME,
     file_at,
+    leading_to,
     naming_model,
     places_of,
 )
-from nvmeio._safetensors.replacing import alone_in, of_one_save, replacing_model
+from nvmeio._safetensors.replacing import (
+    alone_in,
+    of_one_save,
+    old_files,
+    replacing_model,
+)
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.reading import FILES_MAX
@@ -61,7 +64,8 @@ def load_sharded(
     ----------
     folder_or_index : str or os.PathLike
         An index, such as ``model.safetensors.index.json``; or a folder with an index or
-        with a single safetensors file; or a safetensors file.
+        with a single safetensors file; or a safetensors file.  As in transformers,
+        ``model.safetensors`` in a folder comes before an index.
     names : iterable of str, optional
         The tensors to read; by default all, or those of `out`.
     slices : dict of str to index, optional
@@ -122,7 +126,7 @@ def load_sharded(
     mapped = mapped_choice(mapped, direct, out)
     kind = framework_of(framework, device)
     rules = rules_of(kind, "mmap")
-    model = os.fsdecode(path_of(folder_or_index))
+    model = leading_to(os.fsdecode(path_of(folder_or_index)))
     check = of_one_save(model)
     places = places_of(model)
     parts = dict(slices or {})
@@ -220,10 +224,12 @@ def save_sharded(
     Notes
     -----
     Each file is replaced atomically, the index last.  At the end, files of a model that was
-    saved here before are removed.  If new files have the names of old ones, the index is no
-    JSON meanwhile, and stays so if the process ends there: who reads it takes no files of
-    both models for one.  (torch's ``HuggingFaceStorageReader`` does not read it.)  If
-    readers need the old model until the new one is complete, save to a new folder.
+    saved here before are removed, also those of ``HuggingFaceStorageWriter``; if only
+    another user may remove one, PermissionError is raised before anything is written.  If
+    new files have the names of old ones, the index is no JSON meanwhile, and stays so if
+    the process ends there: who reads it takes no files of both models for one.  (torch's
+    ``HuggingFaceStorageReader`` does not read it.)  If readers need the old model until the
+    new one is complete, save to a new folder.
 
     Examples
     --------
@@ -266,44 +272,43 @@ def save_sharded(
     total = sum(tensor.nbytes for tensor in tensors.values())
     done = 0
     _require_descriptors(len(shards), folder)
-    with ExitStack() as alone:
-        with replacing_model(folder, names, sync=sync) as begin, ExitStack() as stack:
-            # Check and reserve all files before the first is written, and write all before
-            # the first gets its name.
-            writers = [
-                stack.enter_context(
-                    saving(
-                        kind._sources(shard), os.path.join(folder, name), text, **options
-                    )
-                )
-                for name, shard in zip(names, shards, strict=True)
-            ]
-            for write_all, shard in zip(writers, shards, strict=True):
-                size = sum(tensor.nbytes for tensor in shard.values())
-                report = None
-                if progress is not None:
+    places = None
+    if len(shards) > 1:
+        pairs = zip(names, shards, strict=True)
+        places = {key: name for name, shard in pairs for key in shard}
+    old_names = functools.partial(old_files, folder, single=True)
+    with (
+        ExitStack() as alone,
+        replacing_model(
+            folder, names, places, total=total, sync=sync, old_names=old_names
+        ) as begin,
+        ExitStack() as stack,
+    ):
+        # Check and reserve all files before the first is written, and write all before the
+        # first gets its name.
+        writers = [
+            stack.enter_context(
+                saving(kind._sources(shard), os.path.join(folder, name), text, **options)
+            )
+            for name, shard in zip(names, shards, strict=True)
+        ]
+        for write_all, shard in zip(writers, shards, strict=True):
+            size = sum(tensor.nbytes for tensor in shard.values())
+            report = None
+            if progress is not None:
 
-                    def report(
-                        written: int, of: int, before: int = done, size: int = size
-                    ) -> None:
-                        # Without the headers.
-                        progress(before + min(size, max(0, written - of + size)), total)
+                def report(
+                    written: int, of: int, before: int = done, size: int = size
+                ) -> None:
+                    # Without the headers.
+                    progress(before + min(size, max(0, written - of + size)), total)
 
-                write_all(report)
-                done += size
-            # Else files of two saves could be left, with an index.
-            alone.enter_context(alone_in(folder, goes_on=True))
-            begin()
-        if len(shards) > 1:
-            pairs = zip(names, shards, strict=True)
-            places = {key: name for name, shard in pairs for key in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": places}
-            contents = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            path = os.path.join(folder, INDEX_NAME)
-            replace_file(contents.encode(), path, sync=sync, read_only=True)
-            names.append(INDEX_NAME)
-        _remove_others(folder, set(names), sync=sync)
-    return names
+            write_all(report)
+            done += size
+        # Else files of two saves could be left, with an index.
+        alone.enter_context(alone_in(folder, goes_on=True))
+        begin()
+    return [*names, INDEX_NAME] if places else names
 
 
 def _require_descriptors(files: int, folder: str) -> None:
@@ -336,23 +341,3 @@ def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     if filling or not shards:
         shards.append(filling)
     return shards
-
-
-def _remove_others(folder: str, names: set[str], *, sync: bool) -> None:
-    """Remove the files of a model that was saved here before.
-
-    If this model has no index, remove the old one first, durably: as long as an index
-    exists, loading needs the files that it names.  With `sync`, none comes back after a
-    power failure: beside a new model, it would be in the way of loading.
-    """
-    pattern = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-    with contextlib.suppress(FileNotFoundError):
-        if INDEX_NAME not in names:
-            index = os.path.join(folder, INDEX_NAME)
-            with synced_folder(index):
-                os.unlink(index)
-    others = [n for n in os.listdir(folder) if pattern.fullmatch(n) and n not in names]
-    for name in others:
-        os.unlink(os.path.join(folder, name))
-    if others and sync:
-        sync_folder(folder)

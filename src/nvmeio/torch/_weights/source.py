@@ -11,7 +11,7 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.loading import look_up
-from nvmeio._safetensors.places import naming_model, places_of
+from nvmeio._safetensors.places import leading_to, naming_model, places_of
 from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.dtypes import torch_dtype
 from nvmeio.torch._weights.lazy import LazyTensor, arranged
@@ -71,9 +71,8 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        check = of_one_save(path)
         try:
-            self.places = places_of(path)
+            leading = leading_to(path)
         except FileNotFoundError as error:
             if not os.path.isfile(os.path.join(path, ".metadata")):
                 raise
@@ -81,6 +80,8 @@ class Checkpoint:
                 f"{path} is a checkpoint of torch.distributed.checkpoint; weights on a "
                 "drive come from safetensors files"
             ) from error
+        check = of_one_save(leading)
+        self.places = places_of(leading)
         self.files: dict[str, ModelFile] = {}
         try:
             for place in sorted(set(self.places.values())):

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from torch.futures import Future
 from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.kinds import what_is_in
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.replacing import of_one_save
+from nvmeio._safetensors.places import NUMBERED
+from nvmeio._safetensors.replacing import SAVE_KEY, of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
@@ -46,20 +46,15 @@ from nvmeio.torch.dcp._reading import (
 from nvmeio.torch.dcp._writing import like
 
 __all__ = [
-    "SAVE_KEY",
     "SIZE_KEY",
+    "Files",
     "HuggingFaceStorageReader",
     "overlap",
     "stored_of",
 ]
 
-# Keys that nvmeio adds to torch's metadata in a header: the save that a file belongs to,
-# and, in the sharding information, the shape of the whole tensor.
-SAVE_KEY = "nvmeio_save"
+# What nvmeio adds to torch's sharding information in a header: the whole tensor's shape.
 SIZE_KEY = "nvmeio_size"
-
-# The name of a file of a model; "shard-" marks a rank's own.
-_OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-\d+\.safetensors")
 
 
 def stored_of(file: ModelFile, tensor: Any) -> Located:
@@ -81,6 +76,74 @@ def _version(file: ModelFile) -> tuple[object, ...]:
     """Return what tells a file from another one that gets its name, of the same layout."""
     key = (file.layout.metadata or {}).get(SAVE_KEY)
     return key, *file.version
+
+
+class Files:
+    """What the files of a folder say, as far as they are read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.storage: dict[MetadataIndex, _Info] = {}
+        # A path for each save found in the folder, and among the files of ranks and the
+        # others, of any number.  Files without the key of a save have None.
+        self.saves: dict[str, str] = {}
+        self._sets: dict[bool, dict[str | None, str]] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        self.digest = hashlib.sha256()
+
+    def add(self, name: str) -> None:
+        """Add the header of a file; raise SafetensorError if no model has all files."""
+        path = os.path.join(self.folder, name)
+        with closing(ModelFile(path)) as file:
+            said = file.layout.metadata or {}
+            self.digest.update(repr((name, said, file.layout.tensors)).encode())
+            sharding = _sharding_in(said, path)
+            self.is_of_save(name, said.get(SAVE_KEY))
+            for tensor in file.layout.tensors:
+                stored = stored_of(file, tensor)
+                offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
+                sizes = self._sizes
+                if size is not None and sizes.setdefault(tensor.name, size) != size:
+                    raise SafetensorError(
+                        f"{path}: {tensor.name!r} has the shape {list(size)} here, but "
+                        f"{list(sizes[tensor.name])} in another file"
+                    )
+                index = MetadataIndex(tensor.name, offsets)
+                info = _Info(path, stored.shape, stored.dtype, stored.begin, _version(file))
+                other = self.storage.get(index)
+                if other is not None and _each_has_it(path, other, info):
+                    continue
+                if other is not None:
+                    raise SafetensorError(
+                        f"{tensor.name!r} is in {other.relative_path} and in {path}: these "
+                        "files are from two saves; remove those of one"
+                    )
+                self.storage[index] = info
+                _add_part(self.tensors, tensor.name, stored, offsets)
+
+    def is_of_save(self, name: str, key: str | None) -> None:
+        """Note that there is a file of a save, or that it will be there."""
+        path = os.path.join(self.folder, name)
+        if key is not None:
+            self.saves[key] = path
+        numbered = NUMBERED.fullmatch(name)
+        if numbered and numbered["stem"] == "model":
+            self._sets.setdefault(bool(numbered["rank"]), {})[key] = path
+
+    def check(self) -> None:
+        """Raise SafetensorError for files of two saves, and for missing parts."""
+        of_ranks = {**self._sets.get(True, {})}
+        if self.saves and None in of_ranks:
+            # Of ranks that saved without collectives, or by torch's writer.
+            of_ranks.update(self.saves)
+        for paths in (self.saves, of_ranks, self._sets.get(False, {})):
+            if len(paths) > 1:
+                raise SafetensorError(
+                    f"{' and '.join(list(paths.values())[:2])} are from two saves, one of "
+                    "which did not finish; save again, or remove the files of one"
+                )
+        _refuse_gaps(self.tensors, self._sizes, self.folder)
 
 
 class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
@@ -133,62 +196,15 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
         if not names:
             words = f"no model files; {what_is_in(folder)}"
             raise FileNotFoundError(errno.ENOENT, words, folder)
-        found: dict[str, TensorStorageMetadata] = {}
-        storage: dict[MetadataIndex, _Info] = {}
-        # A path for each save found in the folder, and among the files of ranks and the
-        # others, of any number.  Files without the key of a save have None.
-        saves: dict[str | None, str] = {}
-        sets: dict[str | None, dict[str | None, str]] = {}
-        sizes: dict[str, tuple[int, ...]] = {}
-        digest = hashlib.sha256()
+        found = Files(folder)
         for name in names:
-            path = os.path.join(folder, name)
-            with closing(ModelFile(path)) as file:
-                said = file.layout.metadata or {}
-                digest.update(repr((name, said, file.layout.tensors)).encode())
-                sharding = _sharding_in(said, path)
-                if SAVE_KEY in said:
-                    saves[said[SAVE_KEY]] = path
-                if of_set := _OF_SET.fullmatch(name):
-                    sets.setdefault(of_set[1], {})[said.get(SAVE_KEY)] = path
-                for tensor in file.layout.tensors:
-                    stored = stored_of(file, tensor)
-                    offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
-                    if size is not None and sizes.setdefault(tensor.name, size) != size:
-                        raise SafetensorError(
-                            f"{path}: {tensor.name!r} has the shape {list(size)} here, but "
-                            f"{list(sizes[tensor.name])} in another file"
-                        )
-                    index = MetadataIndex(tensor.name, offsets)
-                    info = _Info(
-                        path, stored.shape, stored.dtype, stored.begin, _version(file)
-                    )
-                    known = storage.get(index)
-                    if known is not None and _each_has_it(path, known, info):
-                        continue
-                    if known is not None:
-                        raise SafetensorError(
-                            f"{tensor.name!r} is in {storage[index].relative_path} and in "
-                            f"{path}: these files are from two saves; remove those of one"
-                        )
-                    storage[index] = info
-                    _add_part(found, tensor.name, stored, offsets)
-        of_ranks = sets.get("shard-", {})
-        if saves and None in of_ranks:
-            # Of ranks that saved without collectives, or by torch's writer.
-            of_ranks |= saves
-        for paths in (saves, *sets.values()):
-            if len(paths) > 1:
-                raise SafetensorError(
-                    f"{' and '.join(list(paths.values())[:2])} are from two saves, one of "
-                    "which did not finish; save again, or remove the files of one"
-                )
-        if not saves:
+            found.add(name)
+        found.check()
+        if not found.saves:
             # No file has a key that tells its save.
             check()
-        _refuse_gaps(found, sizes, folder)
-        self._has_read(digest.hexdigest(), folder)
-        metadata = Metadata(state_dict_metadata=found, storage_data=storage)
+        self._has_read(found.digest.hexdigest(), folder)
+        metadata = Metadata(state_dict_metadata=found.tensors, storage_data=found.storage)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

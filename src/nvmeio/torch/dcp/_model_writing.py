@@ -1,24 +1,20 @@
 """Write checkpoints of many ranks as model files (safetensors), and join their parts."""
 
-import contextlib
 import errno
 import functools
 import json
 import math
 import os
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import _hf_utils, filesystem, hf_storage
 from torch.distributed.checkpoint.metadata import (
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -35,11 +31,19 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.files import new_empty, replace_file
+from nvmeio._publish.files import new_empty
 from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.places import SINGLE_NAME
-from nvmeio._safetensors.replacing import alone_in, replacing_model
+from nvmeio._safetensors.places import INDEX_NAME, NUMBERED, SINGLE_NAME
+from nvmeio._safetensors.replacing import (
+    SAVE_KEY,
+    alone_in,
+    old_files,
+    parts_of_ranks,
+    replacing_model,
+    require_replaceable,
+    require_whole,
+)
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -48,7 +52,7 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, overlap, stored_of
+from nvmeio.torch.dcp._model_reading import SIZE_KEY, Files, overlap, stored_of
 from nvmeio.torch.dcp._reading import nelements
 from nvmeio.torch.dcp._writing import (
     Claim,
@@ -61,8 +65,7 @@ from nvmeio.torch.dcp._writing import (
 
 __all__ = ["HuggingFaceStorageWriter"]
 
-# The final names of a save's files.
-_NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
+_CURE = "no reader could read the folder then: remove what is there, or save to another one"
 
 
 class HuggingFaceStorageWriter(OfThread, hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
@@ -83,9 +86,10 @@ thread_count_consolidation
     ``HuggingFaceStorageReader`` refuses to load.
 
     A folder that has a ``model.safetensors`` is refused with FileExistsError where an index
-    will be written: transformers would load that file instead.  So is one that has another
-    safetensors file with a tensor of the save, which its readers would find twice; but the
-    files of the model that the new index replaces are removed.
+    will be written: transformers would load that file instead.  So is one with another
+    safetensors file beside which readers would refuse the save, such as one with the same
+    tensor or a damaged one.  But the files of the model that the new one replaces are
+    removed; PermissionError is raised first if only another user may do that.
 
     Examples
     --------
@@ -138,22 +142,27 @@ thread_count_consolidation
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
         saved = {item.index.fqn for plan in plans for item in plan.items}
-        if self.enable_consolidation:
-            _refuse_single(self._joined_in())
-            _refuse_others(self._joined_in(), saved, indexed=True)
-        elif not self.save_distributed:
-            _refuse_single(os.fspath(self.path))
-        _refuse_others(os.fspath(self.path), saved, indexed=not self.save_distributed)
+        folders = self._folders()
+        for folder, indexed in folders.items():
+            if indexed:
+                _refuse_single(folder)
+            old = self._old_in(folder, indexed=indexed)
+            require_replaceable(folder, old, index=indexed)
+            if not self.use_collectives:
+                # Other ranks replace theirs.
+                old |= parts_of_ranks(folder, "shard-")
+            key = "" if self.use_collectives else None
+            _refuse_others(folder, old, saved, key, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
             _part_files(found, self.fqn_to_index_mapping)
         if self.use_collectives:
-            self._save.claim = Claim(os.path.join(self.path, _hf_utils._metadata_fn))
+            for folder in folders:
+                self._claims.append(Claim(os.path.join(folder, INDEX_NAME)))
         # What failed saves have left, before it is missed as space.
-        _remove_parts(os.fspath(self.path), self._own_prefix())
-        if self.enable_consolidation:
-            _remove_parts(self._joined_in(), "", _hf_utils._metadata_fn)
+        for folder in folders:
+            _remove_parts(folder, self._own_prefix())
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -169,8 +178,7 @@ thread_count_consolidation
         except BaseException:
             # Free their space, because the caller may try again.
             remove_unneeded(os.fspath(self.path), self._save.names)
-            if self._save.claim is not None:
-                self._save.claim.remove()
+            self._give_up()
             raise
 
     def _write_data(
@@ -213,45 +221,72 @@ thread_count_consolidation
         """Rename the files, write the index or join the parts, and remove old files."""
         try:
             # Only one save renames its files at a time, where the file system has locks.
-            claimed = self._save.claim is not None
+            claimed = bool(self._claims)
             with ExitStack() as stack:
-                stack.enter_context(alone_in(os.fspath(self.path), goes_on=claimed))
-                if self.enable_consolidation:
-                    # Others may save whole models there.
-                    stack.enter_context(alone_in(self._joined_in(), goes_on=claimed))
+                for folder in self._folders():
+                    stack.enter_context(alone_in(folder, goes_on=claimed))
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
             remove_unneeded(os.fspath(self.path), filter(final_name, parts))
             raise
         finally:
-            if self._save.claim is not None:
-                self._save.claim.remove()
+            self._give_up()
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         all_ = [each for group in results for each in group]
         folder = os.fspath(self.path)
         parts = {each.storage_data.relative_path for each in all_}
-        self._give_names(folder, parts, indexed=not self.save_distributed)
+        places = None
+        if not self.save_distributed:
+            places = {e.index.fqn: _whole(e.storage_data.relative_path) for e in all_}
+        self._publish(folder, parts, places, metadata)
         for each in all_:
             each.storage_data.relative_path = _whole(each.storage_data.relative_path)
-        if not self.save_distributed:
-            self._write_index(folder, all_, metadata)
-        elif self.enable_consolidation:
+        if self.enable_consolidation:
             self._consolidate(folder, all_, metadata)
-        indexed = not self.save_distributed
-        names = set(map(_whole, parts))
-        self._remove_old(folder, names, self._own_prefix(), indexed=indexed)
+
+    def _folders(self) -> dict[str, bool]:
+        """Return the folders of a save, and whether a whole model with an index gets there.
+
+        Others may save whole models where the joined files of this one will be.
+        """
+        path = os.fspath(self.path)
+        if self.enable_consolidation:
+            return {path: False, self._joined_in(): True}
+        return {path: not self.save_distributed}
+
+    @property
+    def _claims(self) -> list[Claim]:
+        """The claims of this thread's save, one for each folder."""
+        return self._save.claims
+
+    def _give_up(self) -> None:
+        """Remove the claims."""
+        for claim in self._claims:
+            claim.remove()
+
+    def _old_in(self, folder: str, *, indexed: bool) -> set[str]:
+        """Return the files of the old model that this save replaces."""
+        if indexed:
+            return old_files(folder, single=False)
+        return parts_of_ranks(folder, self._own_prefix())
 
     def _own_prefix(self) -> str:
         """Return how the names begin of the files that this rank may remove."""
         alone = self.save_distributed and not self.use_collectives
         return f"shard-{(self.rank or 0) + 1:05d}-" if alone else ""
 
-    def _give_names(self, folder: str, parts: Iterable[str], *, indexed: bool) -> None:
-        """Rename the files of this save to their final names, durably.
+    def _publish(
+        self,
+        folder: str,
+        parts: Iterable[str],
+        places: Mapping[str, str] | None,
+        metadata: Metadata,
+    ) -> None:
+        """Give the files of this save their names, durably; replace the old model.
 
-        If they are `indexed`, the caller writes an index afterwards.
+        `places` are those of an index.
         """
         parts = sorted(parts)
         names = [_whole(part) for part in parts]
@@ -265,48 +300,32 @@ thread_count_consolidation
                 "folder, and only one save may go on there",
                 os.path.join(folder, missing[0]),
             )
-        with contextlib.ExitStack() as stack:
-            # First, because another save may have written the index.
-            self._check_claim()
-            if indexed:
-                stack.enter_context(replacing_model(folder, names, sync=self.sync_files))()
+        # First, because another save may have written the index.
+        self._check_claims()
+        with replacing_model(
+            folder,
+            names,
+            places,
+            total=sum(_nbytes_in(metadata, name) for name in places or ()),
+            sync=self.sync_files,
+            old_names=lambda: self._old_in(folder, indexed=places is not None),
+            check=self._check_claims,
+        ) as begin:
+            begin()
             for part, name in zip(parts, names, strict=True):
-                self._check_claim()
+                self._check_claims()
                 rename(os.path.join(folder, part), os.path.join(folder, name))
-        if self.sync_files:
-            sync_folder(folder)
+            if self.sync_files:
+                sync_folder(folder)
+        _remove_parts(folder, self._own_prefix())
 
-    def _check_claim(self) -> None:
+    def _check_claims(self) -> None:
         """Raise FileExistsError if a later save has begun.
 
         Otherwise files of two saves would be mixed, and neither could be loaded.
         """
-        if self._save.claim is not None:
-            self._save.claim.check()
-
-    def _remove_old(
-        self, folder: str, names: set[str], prefix: str = "", *, indexed: bool
-    ) -> None:
-        """Remove files of previous and unfinished saves, but no other files."""
-        self._check_claim()
-        left = {n for n in os.listdir(folder) if _is_of_writer(n, prefix)} - names
-        old = [name for name in left if _is_old(folder, name, indexed=indexed)]
-        remove_unneeded(folder, old)
-        if old and self.sync_files:
-            # None may come back after a power failure, beside those of this save.
-            sync_folder(folder)
-        _remove_parts(folder, prefix)
-
-    def _write_index(
-        self, folder: str, results: Iterable[WriteResult], metadata: Metadata
-    ) -> None:
-        names = {each.index.fqn: each.storage_data.relative_path for each in results}
-        total = sum(_nbytes_in(metadata, name) for name in names)
-        index = {"metadata": {"total_size": total}, "weight_map": names}
-        text = np.frombuffer(json.dumps(index, indent=2).encode(), np.uint8)
-        path = os.path.join(folder, _hf_utils._metadata_fn)
-        self._check_claim()
-        replace_file(text, path, sync=self.sync_files, read_only=True)
+        for claim in self._claims:
+            claim.check()
 
     def _consolidate(
         self, folder: str, results: list[WriteResult], metadata: Metadata
@@ -342,18 +361,12 @@ thread_count_consolidation
                 # transformers requires the key "format".
                 told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
                 save(sources, path, told, sync=self.sync_files, atomic=False)
-            self._give_names(target, parts_of.values(), indexed=True)
+            places = {each.name: name for name, every in named.items() for each in every}
+            self._publish(target, parts_of.values(), places, metadata)
         except BaseException:
             # Free their space, because the caller may try again.
             remove_unneeded(target, parts_of.values())
             raise
-        whole = [
-            WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
-            for name, sources in named.items()
-            for source in sources
-        ]
-        self._write_index(target, whole, metadata)
-        self._remove_old(target, set(named), indexed=True)
 
 
 def _refuse_single(folder: str) -> None:
@@ -400,15 +413,13 @@ def _create_like(path: str, old: str) -> None:
                 become_like(descriptor, old)
 
 
-def _is_of_writer(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and _NAMED.fullmatch(name) is not None
-
-
-def _remove_parts(folder: str, prefix: str, *others: str) -> None:
+def _remove_parts(folder: str, prefix: str) -> None:
     """Remove files with temporary names, which are of no save that is complete."""
 
     def is_part(found: OwnerOf) -> bool:
-        return found["name"] in others or _is_of_writer(found["name"], prefix)
+        numbered = NUMBERED.fullmatch(name := found["name"])
+        is_of_model = numbered is not None and numbered["stem"] == "model"
+        return is_of_model and name.startswith(prefix)
 
     _, error = remove_left(folder, is_part)
     if error is not None:
@@ -419,49 +430,33 @@ def _whole(part: str) -> str:
     return final_name(part) or part
 
 
-def _is_old(folder: str, name: str, *, indexed: bool) -> bool:
-    """Return whether a file with a name of the writer is of a model that it replaces.
-
-    If an index is written, that is any which the old one may have named, as of save_sharded
-    or transformers; else one that a save of nvmeio or torch has written.
-    """
-    if indexed and not name.startswith("shard-"):
-        return True
-    try:
-        with closing(ModelFile(os.path.join(folder, name))) as file:
-            said = file.layout.metadata or {}
-            return SAVE_KEY in said or _hf_utils.DCP_VERSION_KEY in said
-    except (OSError, SafetensorError):
-        return False
-
-
-def _refuse_others(folder: str, saved: set[str], *, indexed: bool) -> None:
-    """Raise FileExistsError for a file that stays and has a tensor of this save.
-
-    Readers of the folder would find both.
-    """
-    try:
-        names = sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return
-    for name in names:
-        if not name.endswith(_hf_utils.SUFFIX) or (
-            _is_of_writer(name, "") and _is_old(folder, name, indexed=indexed)
-        ):
+def _refuse_others(
+    folder: str, old: set[str], saved: set[str], key: str | None, *, indexed: bool
+) -> None:
+    """Raise FileExistsError if readers would refuse this save beside files that stay."""
+    there = Files(folder)
+    for name in sorted({*os.listdir(folder)} - old):
+        if not name.endswith(_hf_utils.SUFFIX):
             continue
-        path = os.path.join(folder, name)
+        path, known, wrong = os.path.join(folder, name), {*there.tensors}, ""
         try:
-            with closing(ModelFile(path)) as file:
-                both = saved & file.layout.by_name.keys()
-                words = f"it has {min(both)!r} too" if both else ""
+            there.add(name)
+            if both := saved & (there.tensors.keys() - known):
+                wrong = f"it has {min(both)!r} too"
         except FileNotFoundError:
             # Or it was removed meanwhile.
-            words = "it is a link to nothing" if os.path.islink(path) else ""
+            wrong = "it is a link to nothing" if os.path.islink(path) else ""
         except SafetensorError as error:
-            words = str(error)
-        if words:
-            words += ", so no reader could read the folder; remove this file, or save "
-            raise FileExistsError(errno.EEXIST, f"{words}to another folder", path)
+            wrong = str(error)
+        if wrong:
+            raise FileExistsError(errno.EEXIST, f"{wrong}; {_CURE}", path)
+    try:
+        there.is_of_save(_hf_utils._gen_file_name(1, 1, None if indexed else 1), key)
+        there.check()
+        if key is None:
+            require_whole(folder)
+    except SafetensorError as error:
+        raise FileExistsError(errno.EEXIST, f"{error}; {_CURE}", folder) from None
 
 
 def _refuse(

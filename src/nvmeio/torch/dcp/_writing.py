@@ -86,6 +86,8 @@ class _Save:
     before: list[str] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
     claim: "Claim | None" = None
+    # Of a model's folders, instead of the one claim.
+    claims: list["Claim"] = dataclasses.field(default_factory=list)
 
 
 class Claim:
