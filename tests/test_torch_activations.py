@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -700,6 +701,28 @@ def test_a_dropped_graph_leaves_nothing(saving):
     del y, file
     gc.collect()
     assert all(storage.expired() for storage in storages)
+
+
+@pytest.mark.parametrize("when", ["drop", "_end"])
+def test_ctrl_c_while_a_graph_is_dropped_is_raised(saving, monkeypatch, when):
+    """Python only prints what a signal handler raises in a destructor."""
+    owner = _offload.slots.SlotFile if when == "drop" else _offload.slots
+    before, done = getattr(owner, when), []
+
+    def interrupted(*args):
+        before(*args)
+        if not done:
+            done.append(when)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(owner, when, interrupted)
+    with saving(memory=1 << 30):
+        loss = chain(torch.randn(SIZE, requires_grad=True))
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        del loss
+        while True:
+            assert done
+    assert done == [when]
 
 
 def test_a_context_can_be_entered_again(saving):

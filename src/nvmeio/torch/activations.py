@@ -24,6 +24,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio._files.paths import absolute
 from nvmeio._memory.strides import dense_strides
+from nvmeio._native.finalizer import Finalizer
 from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
@@ -176,7 +177,10 @@ class _Kept:
 class _Saved:
     """A saved tensor whose bytes are in a slot."""
 
-    __slots__ = ("dtype", "file", "gaps", "lazy", "offset", "shape", "slot", "strides")
+    __slots__ = (
+        *("dtype", "file", "finalizer", "gaps", "lazy", "offset", "shape"),
+        *("slot", "strides"),
+    )
 
     def __init__(
         self, file: SlotFile, slot: Slot, tensor: torch.Tensor, offset: int, gaps: bool
@@ -185,9 +189,7 @@ class _Saved:
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.dtype = tensor.dtype
         self.lazy = tensor.is_conj(), tensor.is_neg()
-
-    def __del__(self) -> None:
-        self.file.drop(self.slot)
+        self.finalizer = Finalizer(file.drop, slot)
 
     def unpack(self) -> torch.Tensor:
         slot = self.slot

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import NoReturn
 
@@ -21,8 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
+from nvmeio._files.descriptors import best_effort
 from nvmeio._memory.heap import give_back
-from nvmeio._native.file import written_last
+from nvmeio._native.file import File, written_last
+from nvmeio._native.finalizer import Finalizer
 from nvmeio._native.request import Request
 from nvmeio._publish.files import unnamed_file
 from nvmeio.default import default_handle
@@ -187,6 +189,15 @@ class _Room:
             self._gaps.insert(index, (low, high - low))
 
 
+def _end(file: File, in_flight: Iterable[Slot]) -> None:
+    """Truncate a file, because forked children may keep it open for long."""
+    for slot in in_flight:
+        # Ignore errors, because no one needs the bytes any more.
+        _outcome(slot)
+    with best_effort():
+        file.truncate(0)
+
+
 class SlotFile:
     """All slots of one context, in one file.
 
@@ -216,6 +227,7 @@ class SlotFile:
         # The slot at which the forward or backward pass is, and the last one read ahead.
         self._position = self._ahead = 0
         self.forked = False
+        self._finalizer = Finalizer(_end, self._file, self._in_flight)
         _live.add(self)
 
     def find(self, part: object, tensor: torch.Tensor, end: int) -> Slot | None:
@@ -296,17 +308,9 @@ class SlotFile:
     def leave(self) -> None:
         """In a forked child, leave the file to the parent; bytes in memory stay usable."""
         self.forked = True
+        self._finalizer.detach()
         self._lock = threading.Lock()
         self._dropped.clear()
-
-    def __del__(self) -> None:
-        # Truncate the file, because forked children may keep it open for long.
-        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
-            if not self.forked:
-                # Ignore errors, because no one needs the bytes any more.
-                for slot in self._in_flight:
-                    _outcome(slot)
-                self._file.truncate(0)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
