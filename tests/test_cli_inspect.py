@@ -672,6 +672,17 @@ def test_ranks_that_have_tensors_of_their_own_lack_no_file(tmp_path):
     assert_lacks(tmp_path, words, next(iter(TENSORS)))
 
 
+@pytest.mark.parametrize("size", [{"nvmeio_size": [4, 3]}, {}])
+def test_parts_of_ranks_that_are_not_all_there_are_an_error(tmp_path, size):
+    for rank, row in enumerate((0, 2), 1):
+        said = json.dumps({"w": {"saved_offsets": [row, 0], **size}})
+        file = tmp_path / f"shard-{rank:05}-model-00001-of-00001.safetensors"
+        st.save_file({"w": np.ones((2, 3))}, file, {"DCP_SHARDING_INFO": said})
+    assert [each["shape"] for each in listed(tmp_path)["tensors"]] == [[2, 3]] * 2
+    (tmp_path / f"shard-0000{2 if size else 1}-model-00001-of-00001.safetensors").unlink()
+    assert_lacks(tmp_path, "the files have 6 of 12 elements of 'w'", "w")
+
+
 def test_each_of_several_indices_of_models_is_read_by_its_path(tmp_path):
     for name in TENSORS:
         file, index = f"{name}.safetensors", f"{name}.safetensors.index.json"

@@ -1,5 +1,6 @@
 """nvmeio.torch.dcp: checkpoints that are model files, by one rank and by several."""
 
+import contextlib
 import copy
 import errno
 import fcntl
@@ -198,6 +199,71 @@ def test_save_sharded_replaces_what_this_writer_saved(tmp_path, options, limit):
     reader = HuggingFaceStorageReader(str(tmp_path))
     assert reader.read_metadata().state_dict_metadata.keys() == state.keys()
     assert same(load(tmp_path, zeroed(state)), state)
+
+
+OLD_AND_NEW = [("abcde", "abcdef"), ("abcde", "abcd"), ("abcde", "f")]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_AND_NEW)
+@pytest.mark.parametrize("limit", [800, "5GB"])
+@pytest.mark.parametrize("before", ["sharded", "whole", "parts", "one"])
+def test_no_reader_takes_files_of_two_saves_for_one(tmp_path, old, new, limit, before):
+    """save_sharded is killed before each of its renames and removals."""
+    first, second = (
+        {name: torch.full((100,), value) for name in names}
+        for names, value in ((old, 1.0), (new, 2.0))
+    )
+    kills = 0
+    while True:
+        folder = tmp_path / str(kills)
+        if before == "sharded":
+            save_sharded(first, folder, 800)
+        elif before == "one":
+            save_sharded(first, folder)
+        else:
+            mapping = {name: 1 + at // 2 for at, name in enumerate(first)}
+            in_parts = before == "parts"
+            save(folder, first, fqn_to_index_mapping=mapping, save_distributed=in_parts)
+        if not is_killed(kills, save_sharded, second, folder, limit, sync=False):
+            break
+        kills += 1
+        reader = HuggingFaceStorageReader(str(folder))
+        with contextlib.suppress(SafetensorError):
+            found = reader.read_metadata().state_dict_metadata.keys()
+            values = load(folder, {name: torch.zeros(100) for name in found})
+            assert same(values, first) or same(values, second)
+        with contextlib.suppress(SafetensorError, FileNotFoundError):
+            values = load_sharded(folder)
+            assert same(values, first) or same(values, second)
+    assert kills > 1
+    assert same(load_sharded(folder), second)
+    assert same(load(folder, zeroed(second)), second)
+
+
+def is_killed(number, save, *args, **options):
+    """Save in a child, which ends before this rename or removal; return whether it did."""
+    child = os.fork()
+    if not child:
+        done = []
+
+        def ending(call):
+            def step(*args, **options):
+                done.append(args)
+                if len(done) > number:
+                    os._exit(9)
+                return call(*args, **options)
+
+            return step
+
+        os.replace, os.unlink = ending(os.replace), ending(os.unlink)
+        try:
+            save(*args, **options)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9)
+    return status == 9
 
 
 def test_an_index_never_has_less_than_the_file_that_it_leads_to(tmp_path, monkeypatch):
@@ -528,11 +594,13 @@ def test_fewer_ranks_save_over_torchs_checkpoint(tmp_path):
         assert found["wrong"] == []
 
 
-def test_foreign_files_stay(tmp_path):
-    theirs = tmp_path / "model-00001-of-00002.safetensors"
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_parts_of_ranks_replace_no_foreign_model(tmp_path, name):
+    theirs = tmp_path / name
     safetensors.torch.save_file({"base": torch.ones(3)}, theirs)
-    save(tmp_path, state_of(1), save_distributed=True)
-    assert theirs.exists()
+    with pytest.raises(CheckpointException, match="are from two saves"):
+        save(tmp_path, state_of(1), save_distributed=True)
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize("options", [{}, JOINED], ids=["whole", "joined"])
@@ -542,8 +610,6 @@ def test_no_model_is_saved_beside_a_file_that_would_be_loaded(tmp_path, options)
     with pytest.raises(CheckpointException, match="instead of the model"):
         save(tmp_path, state_of(1), **options)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [theirs.name]
-    # Parts of ranks alone have no index, and nobody else loads them.
-    save(tmp_path, state_of(1), save_distributed=True)
     theirs.unlink()
     save(tmp_path, state_of(1), **options)
     assert same(load_sharded(tmp_path), state_of(1))
@@ -625,6 +691,49 @@ def test_ranks_without_collectives_save_and_load(tmp_path):
     ):
         assert "pass save_distributed=True" in said
     assert not os.path.exists(shared)
+
+
+def test_a_rank_without_collectives_sees_no_stranger_in_another_one(tmp_path, monkeypatch):
+    """Which gives its file its name while this one looks for files that stay."""
+    state, require = state_of(1), _model_writing.require_replaceable
+
+    def other_rank_saves(*args, **options):
+        name = "shard-00002-model-00001-of-00001.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in state.items()}
+        of_torch = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        safetensors.torch.save_file(tensors, tmp_path / name, of_torch)
+        require(*args, **options)
+
+    offsets = {name: {"saved_offsets": [0] * t.dim()} for name, t in state.items()}
+    monkeypatch.setattr(_model_writing, "require_replaceable", other_rank_saves)
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert len(os.listdir(tmp_path)) == 2
+    assert same(load(tmp_path, zeroed(state)), state)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, JOINED])
+@pytest.mark.parametrize("limit", ["1KB", "5GB"])
+def test_save_sharded_in_the_middle_is_not_mixed(tmp_path, monkeypatch, options, limit):
+    state = {name: torch.full((200,), 2.0) for name in "ab"}
+    later = {name: torch.full((200,), 3.0) for name in "ab"}
+    finish = HuggingFaceStorageWriter.finish
+
+    def save_before(self, **arguments):
+        save_sharded(state, tmp_path, limit)
+        finish(self, **arguments)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "finish", save_before)
+    replaces = limit == "1KB" and not options.get("save_distributed")
+    replaces |= limit == "1KB" and options == JOINED
+    if replaces:
+        save(tmp_path, later, **options)
+    else:
+        with pytest.raises(CheckpointException, match="FileExistsError"):
+            save(tmp_path, later, **options)
+    monkeypatch.undo()
+    for found in (load_sharded(tmp_path), load(tmp_path, zeroed(state))):
+        assert same(found, later if replaces else state)
 
 
 def caching_planner(tmp_path):

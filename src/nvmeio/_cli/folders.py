@@ -16,7 +16,9 @@ from nvmeio._cli.record_files import is_mds_folder, mds_folder
 from nvmeio._cli.torch_files import check_pickle_size, loaded
 from nvmeio._files.descriptors import open_regular
 from nvmeio._files.kinds import INDEX_END, METADATA, STEP, TENSORS, what_is_in
+from nvmeio._safetensors.parts import part_of, parts_in
 from nvmeio._safetensors.places import NUMBERED, SINGLE_NAME, leading_in, read_index
+from nvmeio._tensors.dtypes import framework_shape
 from nvmeio._tensors.torch_files import SIZES, Reader, shape_of
 from nvmeio.checkpoint import CheckpointError
 from nvmeio.checkpoint._restoring import Held, MovedError
@@ -92,20 +94,25 @@ def models_in(path: str) -> dict[str, Any]:
         problems += _missing_parts(folder, names)
     tensors = []
     there = set()
+    ranks = _Parts()
     for name in names:
         if wrong := wrong_with(folder, name, 0):
             problems.append(wrong)
             continue
         file = os.path.join(folder, name)
         try:
-            found = tensors_in(file)["tensors"]
-        except CommandError as error:
+            listed = tensors_in(file)
+            parts = parts_in(listed["metadata"] or {}, file)
+            for each in listed["tensors"]:
+                ranks.add(each, parts, file)
+        except (CommandError, SafetensorError) as error:
             problems.append(str(error))
             continue
-        for each in found:
+        for each in listed["tensors"]:
             del each["offset"]
             tensors.append({**each, "files": [name]})
             there.add((each["name"], name))
+    problems += ranks.missing(folder)
     readable = {name for _, name in there}
     problems += [
         f"{os.path.join(folder, place)} lacks the tensor {name!r:.200} of the index"
@@ -120,6 +127,35 @@ def models_in(path: str) -> dict[str, Any]:
         "values": [],
         "problems": problems,
     }
+
+
+class _Parts:
+    """How many elements of each tensor the files have, as far as these are of ranks."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, tensor: dict[str, Any], parts: dict[str, Any] | None, file: str) -> None:
+        """Count what a file has of a tensor."""
+        if parts is None:
+            return
+        name, shape = tensor["name"], framework_shape(tensor["dtype"], tensor["shape"])
+        offsets, whole = part_of(parts, name, shape, file)
+        if whole is None:
+            # As far as is known, it ends with its last part.
+            known = self._shapes.get(name, offsets)
+            ends = (low + count for low, count in zip(offsets, shape, strict=True))
+            whole = tuple(map(max, known, ends))
+        self._shapes[name] = whole
+        self._there[name] = self._there.get(name, 0) + math.prod(shape)
+
+    def missing(self, folder: str) -> Iterator[str]:
+        """Yield of which tensors elements are missing."""
+        for name, there in self._there.items():
+            if there < (wanted := math.prod(self._shapes[name])):
+                words = f"the files have {there} of {wanted} elements"
+                yield f"{folder}: {words} of {name!r:.200}"
 
 
 def _missing_parts(folder: str, names: list[str]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import synced_folder
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.names import final_name
+from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
 from nvmeio._safetensors.places import (
     INDEX_BYTES_MAX,
     INDEX_NAME,
@@ -29,8 +30,6 @@ from nvmeio._safetensors.places import (
 from nvmeio._tensors.errors import SafetensorError
 
 __all__ = [
-    "SAVE_KEY",
-    "VERSION_KEY",
     "alone_in",
     "of_one_save",
     "old_files",
@@ -42,10 +41,6 @@ __all__ = [
 
 # How long a save waits until another one has renamed its files.
 PATIENCE_S = 60
-
-# Keys in the headers of nvmeio.torch.dcp, which tells a save, and of torch's writer.
-SAVE_KEY = "nvmeio_save"
-VERSION_KEY = "DCP_VERSION"
 
 
 @contextlib.contextmanager
@@ -112,7 +107,6 @@ def replacing_model(
     check : callable
         Raises if another save has begun, which is to go on alone.
     """
-    require_replaceable(folder, {*names, *old_names()}, index=places is not None)
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
     before: list[tuple[int, ...] | None] | None = None

@@ -30,6 +30,7 @@ from nvmeio._safetensors.replacing import (
     of_one_save,
     old_files,
     replacing_model,
+    require_replaceable,
 )
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
@@ -277,6 +278,7 @@ def save_sharded(
         pairs = zip(names, shards, strict=True)
         places = {key: name for name, shard in pairs for key in shard}
     old_names = functools.partial(old_files, folder, single=True)
+    require_replaceable(folder, {*names, *old_names()}, index=True)
     with (
         ExitStack() as alone,
         replacing_model(

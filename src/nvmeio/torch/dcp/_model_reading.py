@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from nvmeio._arguments.json_texts import parse_json
 from nvmeio._files.kinds import what_is_in
 from nvmeio._safetensors.file import ModelFile
-from nvmeio._safetensors.places import NUMBERED
-from nvmeio._safetensors.replacing import SAVE_KEY, of_one_save
+from nvmeio._safetensors.parts import SAVE_KEY, part_of, parts_in
+from nvmeio._safetensors.places import NUMBERED, SINGLE_NAME
+from nvmeio._safetensors.replacing import of_one_save
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Torch
 from nvmeio.torch.dcp._archives import Located
@@ -46,15 +46,11 @@ from nvmeio.torch.dcp._reading import (
 from nvmeio.torch.dcp._writing import like
 
 __all__ = [
-    "SIZE_KEY",
     "Files",
     "HuggingFaceStorageReader",
     "overlap",
     "stored_of",
 ]
-
-# What nvmeio adds to torch's sharding information in a header: the whole tensor's shape.
-SIZE_KEY = "nvmeio_size"
 
 
 def stored_of(file: ModelFile, tensor: Any) -> Located:
@@ -85,24 +81,30 @@ class Files:
         self.folder = folder
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.storage: dict[MetadataIndex, _Info] = {}
-        # A path for each save found in the folder, and among the files of ranks and the
-        # others, of any number.  Files without the key of a save have None.
+        # A path for each save found in the folder; among the files of ranks; and among
+        # those of whole models, where saves also differ in how many files they have.
+        # Files without the key of a save have None.
         self.saves: dict[str, str] = {}
-        self._sets: dict[bool, dict[str | None, str]] = {}
+        self._of_ranks: dict[str | None, str] = {}
+        self._wholes: dict[tuple[str | None, int], str] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
         self.digest = hashlib.sha256()
 
-    def add(self, name: str) -> None:
-        """Add the header of a file; raise SafetensorError if no model has all files."""
+    def add(self, name: str) -> Collection[str]:
+        """Add a file by its header, and return the names of its tensors.
+
+        Raise SafetensorError if no model has all these files.
+        """
         path = os.path.join(self.folder, name)
         with closing(ModelFile(path)) as file:
             said = file.layout.metadata or {}
             self.digest.update(repr((name, said, file.layout.tensors)).encode())
-            sharding = _sharding_in(said, path)
+            parts = parts_in(said, path)
             self.is_of_save(name, said.get(SAVE_KEY))
             for tensor in file.layout.tensors:
                 stored = stored_of(file, tensor)
-                offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
+                begin, size = part_of(parts, tensor.name, stored.shape, path)
+                offsets = torch.Size(begin)
                 sizes = self._sizes
                 if size is not None and sizes.setdefault(tensor.name, size) != size:
                     raise SafetensorError(
@@ -121,6 +123,7 @@ class Files:
                     )
                 self.storage[index] = info
                 _add_part(self.tensors, tensor.name, stored, offsets)
+            return file.layout.by_name.keys()
 
     def is_of_save(self, name: str, key: str | None) -> None:
         """Note that there is a file of a save, or that it will be there."""
@@ -128,20 +131,27 @@ class Files:
         if key is not None:
             self.saves[key] = path
         numbered = NUMBERED.fullmatch(name)
-        if numbered and numbered["stem"] == "model":
-            self._sets.setdefault(bool(numbered["rank"]), {})[key] = path
+        if name == SINGLE_NAME:
+            self._wholes[key, 0] = path
+        elif numbered and numbered["stem"] == "model":
+            if numbered["rank"]:
+                self._of_ranks[key] = path
+            else:
+                self._wholes[key, int(numbered["count"])] = path
 
     def check(self) -> None:
         """Raise SafetensorError for files of two saves, and for missing parts."""
-        of_ranks = {**self._sets.get(True, {})}
+        of_ranks = {**self._of_ranks}
         if self.saves and None in of_ranks:
             # Of ranks that saved without collectives, or by torch's writer.
             of_ranks.update(self.saves)
-        for paths in (self.saves, of_ranks, self._sets.get(False, {})):
-            if len(paths) > 1:
+        paths = [list(each.values()) for each in (self.saves, of_ranks, self._wholes)]
+        # Nor does one save write both parts of ranks and a whole model to a folder.
+        for files in (*paths, [each[0] for each in paths[1:] if each]):
+            if len(files) > 1:
                 raise SafetensorError(
-                    f"{' and '.join(list(paths.values())[:2])} are from two saves, one of "
-                    "which did not finish; save again, or remove the files of one"
+                    f"{files[0]} and {files[1]} are from two saves, one of which did not "
+                    "finish; save again, or remove the files of one"
                 )
         _refuse_gaps(self.tensors, self._sizes, self.folder)
 
@@ -254,53 +264,6 @@ def _each_has_it(path: str, one: _Info, other: _Info) -> bool:
     alone = all(name.startswith("shard-") for name in names)
     alone &= one.version[0] is None is other.version[0]
     return alone and (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
-def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
-    """Return the sharding information of a header; None if its tensors are whole."""
-    text = said.get(_hf_utils.CUSTOM_METADATA_KEY)
-    if not text:
-        return None
-    try:
-        found = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        found = error
-    if not isinstance(found, dict):
-        raise SafetensorError(
-            f"{path}: {_hf_utils.CUSTOM_METADATA_KEY} is not a JSON object"
-        )
-    return found
-
-
-def _place_of(
-    sharding: dict[str, Any] | None, name: str, shape: tuple[int, ...], path: str
-) -> tuple[torch.Size, tuple[int, ...] | None]:
-    """Return the offsets of a part in its tensor, and the tensor's shape, if recorded."""
-    if sharding is None:
-        return torch.Size([0] * len(shape)), shape
-    told = sharding.get(name)
-    told = told if isinstance(told, dict) else {}
-    offsets = _numbers(told.get(_hf_utils.SAVED_OFFSETS_KEY), len(shape))
-    size = _numbers(told.get(SIZE_KEY, offsets), len(shape))
-    if offsets is None or size is None:
-        raise SafetensorError(f"{path}: it has no valid offsets of its part of {name!r}")
-    ends = [low + count for low, count in zip(offsets, shape, strict=True)]
-    if SIZE_KEY not in told:
-        return torch.Size(offsets), None
-    if any(end > extent for end, extent in zip(ends, size, strict=True)):
-        raise SafetensorError(
-            f"{path}: its part of {name!r} ends at {ends}, beyond the shape {size}"
-        )
-    return torch.Size(offsets), tuple(size)
-
-
-def _numbers(said: object, count: int) -> list[int] | None:
-    """Return a list of `count` offsets or extents, or None if it is not valid."""
-    if not isinstance(said, list) or len(said) != count:
-        return None
-    if not all(type(each) is int and 0 <= each < 2**63 for each in said):
-        return None
-    return said
 
 
 def _add_part(

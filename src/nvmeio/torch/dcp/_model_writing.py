@@ -34,9 +34,15 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.files import new_empty
 from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
+from nvmeio._safetensors.parts import (
+    OFFSETS_KEY,
+    PARTS_KEY,
+    SAVE_KEY,
+    SIZE_KEY,
+    VERSION_KEY,
+)
 from nvmeio._safetensors.places import INDEX_NAME, NUMBERED, SINGLE_NAME
 from nvmeio._safetensors.replacing import (
-    SAVE_KEY,
     alone_in,
     old_files,
     parts_of_ranks,
@@ -52,7 +58,7 @@ from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import bytes_of
 from nvmeio.default import default_handle
 from nvmeio.torch.dcp._archives import Located
-from nvmeio.torch.dcp._model_reading import SIZE_KEY, Files, overlap, stored_of
+from nvmeio.torch.dcp._model_reading import Files, overlap, stored_of
 from nvmeio.torch.dcp._reading import nelements
 from nvmeio.torch.dcp._writing import (
     Claim,
@@ -144,15 +150,7 @@ thread_count_consolidation
         saved = {item.index.fqn for plan in plans for item in plan.items}
         folders = self._folders()
         for folder, indexed in folders.items():
-            if indexed:
-                _refuse_single(folder)
-            old = self._old_in(folder, indexed=indexed)
-            require_replaceable(folder, old, index=indexed)
-            if not self.use_collectives:
-                # Other ranks replace theirs.
-                old |= parts_of_ranks(folder, "shard-")
-            key = "" if self.use_collectives else None
-            _refuse_others(folder, old, saved, key, indexed=indexed)
+            self._check_folder(folder, saved, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
@@ -266,6 +264,20 @@ thread_count_consolidation
         for claim in self._claims:
             claim.remove()
 
+    def _check_folder(self, folder: str, saved: set[str], *, indexed: bool) -> None:
+        """Raise OSError if a folder has what prevents a save of these tensors."""
+        # First, because other ranks may give their files names meanwhile.
+        names = [n for n in os.listdir(folder) if n.endswith(_hf_utils.SUFFIX)]
+        if indexed:
+            _refuse_single(folder)
+        old = self._old_in(folder, indexed=indexed)
+        require_replaceable(folder, old, index=indexed)
+        if not self.use_collectives:
+            # Other ranks replace theirs.
+            old |= parts_of_ranks(folder, "shard-")
+        key = "" if self.use_collectives else None
+        _refuse_others(folder, {*names} - old, saved, key, indexed=indexed)
+
     def _old_in(self, folder: str, *, indexed: bool) -> set[str]:
         """Return the files of the old model that this save replaces."""
         if indexed:
@@ -302,6 +314,9 @@ thread_count_consolidation
             )
         # First, because another save may have written the index.
         self._check_claims()
+        # And others, which have no claim, may have saved here meanwhile.
+        saved = {*metadata.state_dict_metadata}
+        self._check_folder(folder, saved, indexed=places is not None)
         with replacing_model(
             folder,
             names,
@@ -431,17 +446,14 @@ def _whole(part: str) -> str:
 
 
 def _refuse_others(
-    folder: str, old: set[str], saved: set[str], key: str | None, *, indexed: bool
+    folder: str, names: set[str], saved: set[str], key: str | None, *, indexed: bool
 ) -> None:
     """Raise FileExistsError if readers would refuse this save beside files that stay."""
     there = Files(folder)
-    for name in sorted({*os.listdir(folder)} - old):
-        if not name.endswith(_hf_utils.SUFFIX):
-            continue
-        path, known, wrong = os.path.join(folder, name), {*there.tensors}, ""
+    for name in sorted(names):
+        path, wrong = os.path.join(folder, name), ""
         try:
-            there.add(name)
-            if both := saved & (there.tensors.keys() - known):
+            if both := saved.intersection(there.add(name)):
                 wrong = f"it has {min(both)!r} too"
         except FileNotFoundError:
             # Or it was removed meanwhile.
@@ -507,7 +519,7 @@ def _said(items: Iterable[WriteItem], token: str) -> dict[str, str]:
     """Return the metadata for the header of a rank's file."""
     sharding = {
         item.index.fqn: {
-            _hf_utils.SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets),
+            OFFSETS_KEY: list(item.tensor_data.chunk.offsets),
             SIZE_KEY: list(item.tensor_data.size),
         }
         for item in items
@@ -515,8 +527,8 @@ def _said(items: Iterable[WriteItem], token: str) -> dict[str, str]:
     of_save = {SAVE_KEY: token} if token else {}
     return {
         **of_save,
-        _hf_utils.CUSTOM_METADATA_KEY: json.dumps(sharding),
-        _hf_utils.DCP_VERSION_KEY: str(_hf_utils.HF_DCP_VERSION),
+        PARTS_KEY: json.dumps(sharding),
+        VERSION_KEY: str(_hf_utils.HF_DCP_VERSION),
         _hf_utils.FORMAT_KEY: _hf_utils.FORMAT_VALUE,
     }
 
