@@ -336,6 +336,24 @@ class TestRefused:
             load_sharded(tmp_path)
         assert bits(load_sharded(tmp_path)) == bits(new)
 
+    def test_a_single_file_saved_anew_between_two_opens(self, tmp_path, monkeypatch):
+        """The tensors that only the new one has would be missing."""
+        old = {name: np.zeros(9) for name in "ab"}
+        new = {name: np.ones(9) for name in "abcd"}
+        save_sharded(old, tmp_path)
+        places_of = _sharded.places_of
+
+        def save_after(path):
+            found = places_of(path)
+            save_sharded(new, tmp_path)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_sharded, "places_of", save_after)
+            with pytest.raises(SafetensorError, match="was replaced while"):
+                load_sharded(tmp_path, framework="np")
+        assert bits(load_sharded(tmp_path, framework="np")) == bits(new)
+
     def test_two_saves_at_once(self, tmp_path, monkeypatch):
         """The files of the second get their names after those of the first."""
         new = self.old(tmp_path)

@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -31,6 +32,8 @@ from nvmeio._publish.names import _host, final_name, temporary_name
 from nvmeio._safetensors import replacing
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     _model_reading,
@@ -136,7 +139,7 @@ def test_files_of_parts_are_not_all_open_at_once(tmp_path, monkeypatch):
 
     def joined(*arguments):
         opened = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
-        counts.append(sum("/sharded/" in path for path in opened))
+        counts.append(sum("/sharded/shard-" in path for path in opened))
         return read(*arguments)
 
     monkeypatch.setattr(_model_writing, "_joined", joined)
@@ -357,6 +360,28 @@ def test_joined_files_are_in_the_folder_that_a_save_names(tmp_path, name):
         assert same(found, state)
         assert len(os.listdir(whole / "sharded")) == 1
     assert len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["files", "whole", "joined"])
+def test_a_save_without_a_folder_goes_where_the_last_one_went(tmp_path, kind):
+    """As with torch's writers, also if that one ran in another thread."""
+    if kind == "files":
+        writer, reader = FileSystemWriter(tmp_path / "first"), FileSystemReader
+    else:
+        options = JOINED if kind == "joined" else {}
+        writer = HuggingFaceStorageWriter(str(tmp_path / "first"), **options)
+        reader = HuggingFaceStorageReader
+    options = {"storage_writer": writer, "no_dist": True}
+    dcp.save(state_of(1), checkpoint_id=str(tmp_path / "second"), **options)
+    dcp.async_save(
+        state_of(2), checkpoint_id=str(tmp_path / "third"), storage_writer=writer
+    ).result()
+    dcp.save(state_of(3), **options)
+    for name, seed in (("second", 1), ("third", 3)):
+        state = zeroed(state_of(0))
+        dcp.load(state, storage_reader=reader(str(tmp_path / name)), no_dist=True)
+        assert same(state, state_of(seed))
+    assert {*os.listdir(tmp_path)} <= {"first", "second", "third"}
 
 
 @pytest.mark.parametrize("mapping", [None, {f"{i}": i // 4 + 1 for i in range(8)}], ids=str)
@@ -921,7 +946,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
         check(self)
 
     if at == "before the index":
-        # The other one does not wait for the lock, and has files of other names.
+        # The other one does not wait for the first, which has the lock.
         monkeypatch.setattr(replacing, "PATIENCE_S", 0)
     monkeypatch.setattr(HuggingFaceStorageWriter, "_check_claims", held_with_the_lock)
     monkeypatch.setattr(_model_writing, "alone_in", held_before)
@@ -930,8 +955,6 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     def run(seed):
         first.is_it = seed == 1
         mapping = {name: number for number, name in enumerate(state_of(seed), 1)}
-        if at == "before the index" and seed == 2:
-            mapping = dict.fromkeys(mapping, 1)
         writer = HuggingFaceStorageWriter(str(tmp_path), mapping)
         try:
             dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
@@ -946,16 +969,55 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     goes_on.set()
     for thread in threads:
         thread.join(60)
-    assert not seeds[2]
+    failed, whole = (2, 1) if at == "before the index" else (1, 2)
+    assert not seeds[whole]
     if at == "before the lock":
-        assert "only one save may go on there" in str(seeds[1])
+        assert "only one save may go on there" in str(seeds[failed])
     if at == "before the index":
-        assert "has begun meanwhile" in str(seeds[1])
-        assert {*json.loads((tmp_path / INDEX).read_text())["weight_map"].values()} == {
-            "model-00001-of-00001.safetensors"
-        }
-    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+        assert "another save renames its files" in str(seeds[failed])
+    assert same(load_sharded(tmp_path), state_of(whole))
+    assert same(load(tmp_path, zeroed(state_of(whole))), state_of(whole))
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("first", ["dcp", "sharded"])
+@pytest.mark.parametrize("second", ["dcp", "sharded"])
+def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, second):
+    """Before each call that names or removes a file, for longer than the patience."""
+    ways = {
+        "dcp": lambda state: save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 2}),
+        "sharded": lambda state: save_sharded(state, tmp_path, 400),
+    }
+    old, one, other = ({n: torch.full((100,), v) for n in "ab"} for v in (1.0, 2.0, 3.0))
+    ways[first](old | {"c": torch.ones(3)} if first == "sharded" else old)
+    calls = {name: getattr(os, name) for name in ("replace", "unlink", "link")}
+    inside, refused, places = threading.local(), [], set()
+
+    def held(name):
+        def call(*args, **options):
+            place = name, os.path.basename(os.fsdecode(args[-1]))
+            is_new = not re.search(r"nvmeio-tmp|distcp", place[1]) and place not in places
+            if getattr(inside, "first", False) and is_new:
+                places.add(place)
+                inside.first = False
+                with pytest.raises((FileExistsError, CheckpointException)) as caught:
+                    ways[second](other)
+                refused.append(str(caught.value))
+                inside.first = True
+            return calls[name](*args, **options)
+
+        return call
+
+    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+    for name in calls:
+        monkeypatch.setattr(os, name, held(name))
+    inside.first = True
+    ways[first](one)
+    monkeypatch.undo()
+    assert len(refused) >= 3
+    assert all("another save renames its files" in words for words in refused)
+    assert same(load_sharded(tmp_path), one)
+    assert same(load(tmp_path, zeroed(one)), one)
 
 
 def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):

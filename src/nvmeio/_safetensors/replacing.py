@@ -14,8 +14,9 @@ from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import synced_folder
-from nvmeio._publish.files import replace_file
-from nvmeio._publish.names import final_name
+from nvmeio._native.descriptor import TemporaryName
+from nvmeio._publish.files import new_file, replace_file
+from nvmeio._publish.names import final_name, remove_left, temporary_name
 from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
 from nvmeio._safetensors.places import (
     INDEX_BYTES_MAX,
@@ -37,10 +38,13 @@ __all__ = [
     "replacing_model",
     "require_replaceable",
     "require_whole",
+    "wait_for_others",
 ]
 
 # How long a save waits until another one has renamed its files.
 PATIENCE_S = 60
+# What a save's file is called, with a temporary name, as long as it renames the others.
+_MARK = "nvmeio-save"
 
 
 @contextlib.contextmanager
@@ -48,7 +52,8 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
     """Wait until no other save renames its files in a folder.
 
     Users who may only read the folder can lock it too, and must not stop a save.  So a save
-    that `goes_on` does so after the limit.  A folder with a temporary name is one that
+    that `goes_on` does so after the limit, unless a save has the lock, which a file says
+    that only a writer can make.  A folder with a temporary name is one that
     atomic_directory() has locked, and nobody else knows.
     """
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
@@ -58,21 +63,38 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
         end = time.monotonic() + PATIENCE_S
         while is_locked(descriptor):
             if time.monotonic() > end:
-                if goes_on:
+                if goes_on and not _others_in(folder):
                     break
-                raise FileExistsError(
-                    errno.EEXIST,
-                    f"another save renames its files for more than {PATIENCE_S} s, or "
-                    "another program has locked the folder; make one save at a time",
-                    folder,
-                )
+                raise _busy(folder, "or another program has locked the folder; ")
             time.sleep(0.01)
+        mark = temporary_name(os.path.join(folder, _MARK))
         try:
-            yield
+            with TemporaryName(mark), new_file(mark, 0o600):
+                yield
         finally:
             # At once, also if a child that was forked meanwhile has the descriptor too.
             with best_effort():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def wait_for_others(folder: str) -> None:
+    """Wait until no save renames its files in a folder, before a new one gets the right."""
+    end = time.monotonic() + PATIENCE_S
+    while _others_in(folder):
+        if time.monotonic() > end:
+            raise _busy(folder)
+        time.sleep(0.1)
+
+
+def _others_in(folder: str) -> bool:
+    """Return whether a save renames its files in a folder."""
+    remove_left(folder, lambda found: found["name"] == _MARK)
+    return _MARK in map(final_name, os.listdir(folder))
+
+
+def _busy(folder: str, or_else: str = "") -> FileExistsError:
+    words = f"another save renames its files for more than {PATIENCE_S} s, {or_else}"
+    return FileExistsError(errno.EEXIST, f"{words}make one save at a time", folder)
 
 
 @contextlib.contextmanager
@@ -133,7 +155,6 @@ def replacing_model(
         text = {"metadata": {"total_size": total}, "weight_map": {**places}}
         contents = json.dumps(text, indent=2, sort_keys=True) + "\n"
         replace_file(contents.encode(), index, sync=sync, read_only=True)
-        check()
     others = {*old_names()} - {*names}
     if places is None and _leads_to(index, {*names} | others):
         # Durably: as long as it exists, loading needs the files that it names.
@@ -167,10 +188,11 @@ def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:
 def old_files(folder: str, *, single: bool) -> set[str]:
     """Return the files of any model that a model with an index, or one file, replaces."""
     found = parts_of_ranks(folder, "shard-")
-    for name in os.listdir(folder):
-        is_whole = name.startswith("model-") and _is_numbered(name)
-        if is_whole or (single and name == SINGLE_NAME):
-            found.add(name)
+    for entry in os.scandir(folder):
+        is_whole = entry.name.startswith("model-") and _is_numbered(entry.name)
+        is_old = is_whole or (single and entry.name == SINGLE_NAME)
+        if is_old and not entry.is_dir(follow_symlinks=False):
+            found.add(entry.name)
     return found
 
 
@@ -249,11 +271,10 @@ def of_one_save(path: str) -> Callable[[], None]:
 
     Call this before the index is read, and what it returns when all files are open: a save
     changes the index before the first of several files gets its name.  `path` is that of
-    the index or of its folder; a model in one file is always of one save.
+    the index, of a model in one file, or of a folder with an index.
     """
-    if path.endswith(".safetensors"):
-        return lambda: None
-    index = path if path.endswith(INDEX_END) else os.path.join(path, INDEX_NAME)
+    is_file = path.endswith((INDEX_END, ".safetensors"))
+    index = path if is_file else os.path.join(path, INDEX_NAME)
     before = _version(index)
 
     def check() -> None:

@@ -49,6 +49,7 @@ from nvmeio._safetensors.replacing import (
     replacing_model,
     require_replaceable,
     require_whole,
+    wait_for_others,
 )
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
@@ -118,7 +119,8 @@ thread_count_consolidation
         """Set the folder of the next save, as the argument `path` does."""
         before = os.fspath(self.path)
         super().reset(checkpoint_id)
-        if self.enable_consolidation and os.fspath(self.path) != before:
+        is_new = checkpoint_id is not None and os.fspath(self.path) != before
+        if self.enable_consolidation and is_new:
             # Torch would write the parts beside the joined files.
             self.path = self.fs.concat_path(self.path, _hf_utils.SHARDED_DIR_NAME)
 
@@ -150,6 +152,7 @@ thread_count_consolidation
         saved = {item.index.fqn for plan in plans for item in plan.items}
         folders = self._folders()
         for folder, indexed in folders.items():
+            wait_for_others(folder)
             self._check_folder(folder, saved, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)

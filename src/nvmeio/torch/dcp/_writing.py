@@ -216,6 +216,17 @@ class OfThread:
             refuse_url("checkpoint_id", checkpoint_id)
         super().reset(checkpoint_id)  # type: ignore[misc]
         self._stay()
+        self._saves.is_named = checkpoint_id is not None
+
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a save, as torch's method; one that names no folder goes to the last one.
+
+        It may have been named in another thread.
+        """
+        if not getattr(self._saves, "is_named", False):
+            self.path = self._path
+        self._saves.is_named = False
+        super().set_up_storage_writer(*args, **kwargs)  # type: ignore[misc]
 
     def _stay(self) -> None:
         """Keep the folder if the program changes its own; ".." is for the kernel."""
