@@ -4,6 +4,7 @@ import errno
 import fcntl
 import ftplib
 import functools
+import gc
 import io
 import json
 import logging
@@ -1150,6 +1151,45 @@ def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):
         if thread.name == "nvmeio-drain":
             thread.join()
     assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-tmp")]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_drain_that_is_cancelled_while_it_reads_leaves_nothing_open(
+    source, tmp_path, monkeypatch, again
+):
+    """However long its future is kept: the space of a file in use is not free."""
+    target = tmp_path / "target"
+    if again:
+        drain(source, target).result()
+    held, goes_on = threading.Event(), threading.Event()
+    owner = _places.Folder if again else _places._FolderWriter
+    read = owner.read
+
+    def held_read(self, *name):
+        for piece in read(self, *name):
+            held.set()
+            assert goes_on.wait(60)
+            yield piece
+
+    monkeypatch.setattr(owner, "read", held_read)
+    gc.collect()
+    gc.disable()
+    try:
+        future = drain(source, target)
+        assert held.wait(60)
+        assert future.cancel()
+        goes_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "nvmeio-drain":
+                thread.join()
+        links = [
+            os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")
+        ]
+        links = [os.readlink(each) for each in links if os.path.lexists(each)]
+        assert not [each for each in links if str(target) in each or str(source) in each]
+    finally:
+        gc.enable()
+    assert future.cancelled()
 
 
 def test_leftovers_with_long_names_are_removed(source, tmp_path):

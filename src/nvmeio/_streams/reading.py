@@ -1,7 +1,7 @@
 """Read pieces of files ahead: into one new region of memory, or in order through stages."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -161,8 +161,12 @@ def read(
         return meanwhile()
 
 
-def in_pieces(file: File, nbytes: int, size: int, count: int) -> Iterator[Bytes]:
+def in_pieces(
+    file: File, nbytes: int, size: int, count: int
+) -> Generator[Bytes, None, None]:
     """Yield the bytes of a file in order, while the next pieces are being read.
+
+    Close it if not all are asked for: else the reads stay, and the file is in use.
 
     `count` pieces of `size` bytes are in memory; each is valid until the next is asked for.
     """

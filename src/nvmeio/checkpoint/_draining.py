@@ -1,5 +1,6 @@
 """Copy folders to other storage in the background, verified, the `last` files last."""
 
+import contextlib
 import errno
 import fnmatch
 import functools
@@ -10,7 +11,7 @@ import threading
 import time
 import unicodedata
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Set
 from concurrent.futures import CancelledError, Future
 
 import crc32c
@@ -409,12 +410,13 @@ class Drain:
             with self.place.writing(name, before.st_mode) as writer:
                 expected, seen = 0, Checksums(self._block_bytes)
                 record = self._records.get(name)
-                for piece in pieces_of(file, size):
-                    self._throttle(piece)
-                    expected = crc32c.crc32c(piece.data, expected)
-                    if record is not None:
-                        seen(piece)
-                    writer.write(piece)
+                with contextlib.closing(pieces_of(file, size)) as pieces:
+                    for piece in pieces:
+                        self._throttle(piece)
+                        expected = crc32c.crc32c(piece.data, expected)
+                        if record is not None:
+                            seen(piece)
+                        writer.write(piece)
                 if _state_of(os.fstat(file.fileno())) != _state_of(before):
                     raise CheckpointError(f"{path} has changed while it was copied")
                 if record is not None:
@@ -464,12 +466,14 @@ class Drain:
         """Return whether the target already has this file, with the same checksum."""
         return self._sum(self.place.read(name)) == self._sum(pieces_of(file, size))
 
-    def _sum(self, pieces: Iterable[Bytes]) -> tuple[int, int]:
+    def _sum(self, pieces: Generator[Bytes, None, None]) -> tuple[int, int]:
         checksum = nbytes = 0
-        for piece in pieces:
-            self._check_stopped()
-            checksum = crc32c.crc32c(piece.data, checksum)
-            nbytes += len(piece)
+        # Else what it has open would stay so as long as somebody keeps the error.
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                self._check_stopped()
+                checksum = crc32c.crc32c(piece.data, checksum)
+                nbytes += len(piece)
         return checksum, nbytes
 
     def _throttle(self, piece: Bytes) -> None:

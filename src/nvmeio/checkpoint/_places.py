@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,7 +69,7 @@ class Writer(Protocol):
     def finish(self) -> None:
         """Make all bytes durable."""
 
-    def read(self) -> Iterator[Bytes]:
+    def read(self) -> Generator[Bytes, None, None]:
         """Yield the bytes that are on the storage."""
 
     def commit(self) -> None:
@@ -99,7 +99,7 @@ class Place(Protocol):
     def abandon(self, name: str) -> None:
         """Remove a file that was not committed, after the last try."""
 
-    def read(self, name: str) -> Iterator[Bytes]:
+    def read(self, name: str) -> Generator[Bytes, None, None]:
         """Yield the bytes of a file, piece by piece."""
 
     def size(self, name: str) -> int | None:
@@ -158,7 +158,7 @@ def place_of(target: Path) -> Place:
     return Remote(Connection(connect), shown)
 
 
-def pieces_of(file: File, size: int) -> Iterator[Bytes]:
+def pieces_of(file: File, size: int) -> Generator[Bytes, None, None]:
     """Yield a file's bytes in order, while the next piece is being read."""
     return in_pieces(file, size, PIECE_BYTES, 2)
 
@@ -191,7 +191,7 @@ class Folder:
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
 
-    def read(self, name: str) -> Iterator[Bytes]:
+    def read(self, name: str) -> Generator[Bytes, None, None]:
         with File(self.path(name)) as file:
             # The process that wrote it may have died before it synced it.
             os.fsync(file.fileno())
@@ -241,7 +241,7 @@ class _FolderWriter:
         # If this fails, bytes may be missing.
         self.file.close()
 
-    def read(self) -> Iterator[Bytes]:
+    def read(self) -> Generator[Bytes, None, None]:
         with File(self.unnamed) as file:
             show_use(file)
             yield from _read_anew(file)
@@ -251,7 +251,7 @@ class _FolderWriter:
         self._name.keep()
 
 
-def _read_anew(file: File) -> Iterator[Bytes]:
+def _read_anew(file: File) -> Generator[Bytes, None, None]:
     """Yield the bytes on the device, not those in the page cache."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -393,7 +393,7 @@ class Remote:
             with contextlib.suppress(Exception):
                 self.remove(name)
 
-    def read(self, name: str) -> Iterator[Bytes]:
+    def read(self, name: str) -> Generator[Bytes, None, None]:
         with self._connection.system() as system, system.open(self.path(name)) as stream:
             while piece := stream.read(PIECE_BYTES):
                 yield np.frombuffer(piece, np.uint8)
@@ -515,7 +515,7 @@ class _RemoteWriter:
                 self.stream.discard()
             raise
 
-    def read(self) -> Iterator[Bytes]:
+    def read(self) -> Generator[Bytes, None, None]:
         return self.place.read(self.name)
 
     def commit(self) -> None:

@@ -200,8 +200,11 @@ class Held:
     def _verify_file(self, name: str, read: Callable[[Any], object] | None = None) -> None:
         path, record = os.path.join(self.folder, name), self.manifest.files[name]
         seen = Checksums(self.manifest.block_bytes)
-        with File(path) as file:
-            for block in in_pieces(file, record.nbytes, BLOCK_BYTES, 4):
+        with (
+            File(path) as file,
+            contextlib.closing(in_pieces(file, record.nbytes, BLOCK_BYTES, 4)) as blocks,
+        ):
+            for block in blocks:
                 seen(block)
                 if read is not None:
                     read(block)
