@@ -26,7 +26,7 @@ from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
-from nvmeio._safetensors import replacing
+from nvmeio._safetensors import replacing, turns
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
@@ -142,7 +142,7 @@ def test_a_unit_without_b_is_binary_as_everywhere(tmp_path):
 
 def test_a_model_is_saved_at_once_within_an_atomic_directory(tmp_path, monkeypatch):
     """Which has locked its folder, as a save does that renames its files."""
-    monkeypatch.setattr(replacing.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(turns.time, "sleep", lambda _: pytest.fail("it waits"))
     monkeypatch.chdir(tmp_path)
     tensors = {name: torch.arange(4) for name in "ab"}
     with nvmeio.checkpoint.atomic_directory("model") as folder:
@@ -365,13 +365,13 @@ class TestRefused:
                     threading.Thread(target=save_sharded, args=(new, tmp_path, 4000))
                 )
                 replace(part, whole)
-                monkeypatch.setattr(replacing, "is_locked", was_refused)
+                monkeypatch.setattr(turns, "is_locked", was_refused)
                 second[0].start()
                 assert refused.wait(60)
             else:
                 replace(part, whole)
 
-        is_locked, refused = replacing.is_locked, threading.Event()
+        is_locked, refused = turns.is_locked, threading.Event()
 
         def was_refused(descriptor):
             found = is_locked(descriptor)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import _host, final_name, temporary_name
-from nvmeio._safetensors import replacing
+from nvmeio._safetensors import replacing, turns
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -947,7 +947,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
 
     if at == "before the index":
         # The other one does not wait for the first, which has the lock.
-        monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+        monkeypatch.setattr(turns, "PATIENCE_S", 0)
     monkeypatch.setattr(HuggingFaceStorageWriter, "_check_claims", held_with_the_lock)
     monkeypatch.setattr(_model_writing, "alone_in", held_before)
     monkeypatch.setattr(_model_writing.os, "replace", held_between)
@@ -1008,7 +1008,7 @@ def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, s
 
         return call
 
-    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
     for name in calls:
         monkeypatch.setattr(os, name, held(name))
     inside.first = True
@@ -1021,7 +1021,7 @@ def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, s
 
 
 def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_SH)
@@ -1041,7 +1041,7 @@ def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch
 @pytest.mark.parametrize("first", ["joined", "whole"])
 def test_joined_and_whole_saves_of_one_folder_have_one_claim(tmp_path, monkeypatch, first):
     """Also if neither waits for the other one's lock: the one that began first fails."""
-    monkeypatch.setattr(replacing, "PATIENCE_S", 0)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
     options = {"joined": JOINED, "whole": {}}
     finish, done = HuggingFaceStorageWriter.finish, []
 
@@ -1063,7 +1063,7 @@ def test_joined_and_whole_saves_of_one_folder_have_one_claim(tmp_path, monkeypat
 @pytest.mark.parametrize("locked", [".", "sharded"])
 def test_a_joined_save_waits_for_others_in_both_folders(tmp_path, monkeypatch, locked):
     save(tmp_path, state_of(1), **JOINED)
-    was_refused, is_locked = threading.Event(), replacing.is_locked
+    was_refused, is_locked = threading.Event(), turns.is_locked
 
     def noting(descriptor):
         found = is_locked(descriptor)
@@ -1071,7 +1071,7 @@ def test_a_joined_save_waits_for_others_in_both_folders(tmp_path, monkeypatch, l
             was_refused.set()
         return found
 
-    monkeypatch.setattr(replacing, "is_locked", noting)
+    monkeypatch.setattr(turns, "is_locked", noting)
     options = {"kwargs": JOINED, "args": (tmp_path, state_of(2))}
     saving = threading.Thread(target=save, **options)
     folder = os.open(tmp_path / locked, os.O_RDONLY)

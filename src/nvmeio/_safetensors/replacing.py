@@ -2,21 +2,16 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import stat
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from nvmeio._files.descriptors import FOLDER, best_effort, open_regular, opened
+from nvmeio._files.descriptors import best_effort, open_regular
 from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_END
-from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import synced_folder
-from nvmeio._native.descriptor import TemporaryName
-from nvmeio._publish.files import new_file, replace_file
-from nvmeio._publish.names import final_name, remove_left, temporary_name
+from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
 from nvmeio._safetensors.places import (
     INDEX_BYTES_MAX,
@@ -31,70 +26,13 @@ from nvmeio._safetensors.places import (
 from nvmeio._tensors.errors import SafetensorError
 
 __all__ = [
-    "alone_in",
     "of_one_save",
     "old_files",
     "parts_of_ranks",
     "replacing_model",
     "require_replaceable",
     "require_whole",
-    "wait_for_others",
 ]
-
-# How long a save waits until another one has renamed its files.
-PATIENCE_S = 60
-# What a save's file is called, with a temporary name, as long as it renames the others.
-_MARK = "nvmeio-save"
-
-
-@contextlib.contextmanager
-def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
-    """Wait until no other save renames its files in a folder.
-
-    Users who may only read the folder can lock it too, and must not stop a save.  So a save
-    that `goes_on` does so after the limit, unless a save has the lock, which a file says
-    that only a writer can make.  A folder with a temporary name is one that
-    atomic_directory() has locked, and nobody else knows.
-    """
-    if final_name(os.path.basename(os.path.realpath(folder))) is not None:
-        yield
-        return
-    with opened(folder, FOLDER) as descriptor:
-        end = time.monotonic() + PATIENCE_S
-        while is_locked(descriptor):
-            if time.monotonic() > end:
-                if goes_on and not _others_in(folder):
-                    break
-                raise _busy(folder, "or another program has locked the folder; ")
-            time.sleep(0.01)
-        mark = temporary_name(os.path.join(folder, _MARK))
-        try:
-            with TemporaryName(mark), new_file(mark, 0o600):
-                yield
-        finally:
-            # At once, also if a child that was forked meanwhile has the descriptor too.
-            with best_effort():
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def wait_for_others(folder: str) -> None:
-    """Wait until no save renames its files in a folder, before a new one gets the right."""
-    end = time.monotonic() + PATIENCE_S
-    while _others_in(folder):
-        if time.monotonic() > end:
-            raise _busy(folder)
-        time.sleep(0.1)
-
-
-def _others_in(folder: str) -> bool:
-    """Return whether a save renames its files in a folder."""
-    remove_left(folder, lambda found: found["name"] == _MARK)
-    return _MARK in map(final_name, os.listdir(folder))
-
-
-def _busy(folder: str, or_else: str = "") -> FileExistsError:
-    words = f"another save renames its files for more than {PATIENCE_S} s, {or_else}"
-    return FileExistsError(errno.EEXIST, f"{words}make one save at a time", folder)
 
 
 @contextlib.contextmanager

@@ -26,12 +26,12 @@ from nvmeio._safetensors.places import (
     places_of,
 )
 from nvmeio._safetensors.replacing import (
-    alone_in,
     of_one_save,
     old_files,
     replacing_model,
     require_replaceable,
 )
+from nvmeio._safetensors.turns import alone_in
 from nvmeio._safetensors.writing import saving
 from nvmeio._streams.progress import Progress, check_progress
 from nvmeio._streams.reading import FILES_MAX

@@ -43,14 +43,13 @@ from nvmeio._safetensors.parts import (
 )
 from nvmeio._safetensors.places import INDEX_NAME, NUMBERED, SINGLE_NAME
 from nvmeio._safetensors.replacing import (
-    alone_in,
     old_files,
     parts_of_ranks,
     replacing_model,
     require_replaceable,
     require_whole,
-    wait_for_others,
 )
+from nvmeio._safetensors.turns import alone_in, wait_for_others
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
