@@ -238,6 +238,10 @@ def test_no_reader_takes_files_of_two_saves_for_one(tmp_path, old, new, limit, b
         with contextlib.suppress(SafetensorError, FileNotFoundError):
             values = load_sharded(folder)
             assert same(values, first) or same(values, second)
+        # What it left says that it goes on, but does not delay the next one.
+        save_sharded(second, folder, limit, sync=False)
+        assert same(load_sharded(folder), second)
+        assert not [name for name in os.listdir(folder) if "nvmeio-save" in name]
     assert kills > 1
     assert same(load_sharded(folder), second)
     assert same(load(folder, zeroed(second)), second)
@@ -1104,8 +1108,11 @@ def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("way", ["dcp", "sharded"])
-def test_a_model_of_another_user_is_replaced_with_its_index(way):
-    """In a folder that a group shares; its files are writable for their owner alone."""
+def test_a_model_of_another_user_is_replaced_with_its_index(way, monkeypatch):
+    """In a folder that a group shares; its files are writable for their owner alone.
+
+    A save of this user was killed while it named its files.
+    """
 
     def put(value):
         state = {name: torch.full((100,), value) for name in ("a", "b")}
@@ -1117,11 +1124,13 @@ def test_a_model_of_another_user_is_replaced_with_its_index(way):
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         put(1.0)
+        Path(temporary_name(f"{folder}/nvmeio-save")).touch()
+        monkeypatch.setattr(turns, "PATIENCE_S", 0)
         os.chown(folder, 1001, 2000)
         os.chmod(folder, 0o2775)
         for path in Path(folder).iterdir():
             os.chown(path, 1001, 2000)
-            path.chmod(0o644)
+            path.chmod(0o600 if path.name.startswith(".") else 0o644)
         groups = os.getgroups()
         os.setgroups([2000])
         os.seteuid(1002)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from nvmeio._files.descriptors import FOLDER, best_effort, opened
 from nvmeio._files.locks import is_locked
+from nvmeio._files.paths import is_strangers
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.files import new_file
-from nvmeio._publish.names import final_name, remove_left, temporary_name
+from nvmeio._publish.names import final_name, temporary_name
 
 __all__ = ["alone_in", "wait_for_others"]
 
@@ -37,10 +38,15 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
         end = time.monotonic() + PATIENCE_S
         while is_locked(descriptor):
             if time.monotonic() > end:
-                if goes_on and not _others_in(folder):
+                if goes_on and not _marks_in(folder):
                     break
                 raise _busy(folder, "or another program has locked the folder; ")
             time.sleep(0.01)
+        else:
+            # They are of saves that were killed.
+            for left in _marks_in(folder):
+                with best_effort():
+                    os.unlink(left)
         mark = temporary_name(os.path.join(folder, _MARK))
         try:
             with TemporaryName(mark), new_file(mark, 0o600):
@@ -54,16 +60,21 @@ def alone_in(folder: str, *, goes_on: bool) -> Iterator[None]:
 def wait_for_others(folder: str) -> None:
     """Wait until no save renames its files in a folder, before a new one gets the right."""
     end = time.monotonic() + PATIENCE_S
-    while _others_in(folder):
-        if time.monotonic() > end:
-            raise _busy(folder)
-        time.sleep(0.1)
+    with opened(folder, FOLDER) as descriptor:
+        # Of a save that was killed only the file is left, not the lock.
+        while _marks_in(folder) and is_locked(descriptor):
+            if time.monotonic() > end:
+                raise _busy(folder)
+            time.sleep(0.01)
+        with best_effort():
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _others_in(folder: str) -> bool:
-    """Return whether a save renames its files in a folder."""
-    remove_left(folder, lambda found: found["name"] == _MARK)
-    return _MARK in map(final_name, os.listdir(folder))
+def _marks_in(folder: str) -> list[str]:
+    """Return the files of saves that rename others in a folder, or were killed at that."""
+    names = [name for name in os.listdir(folder) if final_name(name) == _MARK]
+    paths = [os.path.join(folder, name) for name in names]
+    return [path for path in paths if not is_strangers(path, folder)]
 
 
 def _busy(folder: str, or_else: str = "") -> FileExistsError:
