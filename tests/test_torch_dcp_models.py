@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvmeio._publish.names import _host, final_name, temporary_name
-from nvmeio._safetensors import replacing, turns
+from nvmeio._safetensors import places, replacing, turns
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -366,8 +366,9 @@ def test_joined_files_are_in_the_folder_that_a_save_names(tmp_path, name):
     assert len(os.listdir(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("kind", ["files", "whole", "joined"])
-def test_a_save_without_a_folder_goes_where_the_last_one_went(tmp_path, kind):
+def test_a_save_without_a_folder_goes_where_the_last_one_went(tmp_path, kind, reset):
     """As with torch's writers, also if that one ran in another thread."""
     if kind == "files":
         writer, reader = FileSystemWriter(tmp_path / "first"), FileSystemReader
@@ -380,6 +381,9 @@ def test_a_save_without_a_folder_goes_where_the_last_one_went(tmp_path, kind):
     dcp.async_save(
         state_of(2), checkpoint_id=str(tmp_path / "third"), storage_writer=writer
     ).result()
+    if reset:
+        # As torch's save_state_dict() does.
+        writer.reset()
     dcp.save(state_of(3), **options)
     for name, seed in (("second", 1), ("third", 3)):
         state = zeroed(state_of(0))
@@ -723,8 +727,16 @@ def test_ranks_without_collectives_save_and_load(tmp_path):
 
 
 def test_a_rank_without_collectives_sees_no_stranger_in_another_one(tmp_path, monkeypatch):
-    """Which gives its file its name while this one looks for files that stay."""
+    """Which gives its file its name while this one looks for files that stay.
+
+    Nor does it read those of the others, which may be thousands.
+    """
     state, require = state_of(1), _model_writing.require_replaceable
+    opened, open_model = [], _model_reading.ModelFile
+
+    def noting(path, *args):
+        opened.append(path)
+        return open_model(path, *args)
 
     def other_rank_saves(*args, **options):
         name = "shard-00002-model-00001-of-00001.safetensors"
@@ -735,8 +747,13 @@ def test_a_rank_without_collectives_sees_no_stranger_in_another_one(tmp_path, mo
 
     offsets = {name: {"saved_offsets": [0] * t.dim()} for name, t in state.items()}
     monkeypatch.setattr(_model_writing, "require_replaceable", other_rank_saves)
+    for module in (_model_reading, places):
+        monkeypatch.setattr(module, "ModelFile", noting)
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert opened == []
+    dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=False)
+    assert {os.path.basename(path)[:11] for path in opened} == {"shard-00001"}
     assert len(os.listdir(tmp_path)) == 2
     assert same(load(tmp_path, zeroed(state)), state)
 

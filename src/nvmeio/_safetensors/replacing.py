@@ -43,7 +43,7 @@ def replacing_model(
     *,
     total: int,
     sync: bool,
-    old_names: Callable[[], Collection[str]],
+    old_names: Callable[[Collection[str]], Collection[str]],
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], None]]:
     """Let the block name the files of a model; then write the index, and remove old files.
@@ -63,7 +63,7 @@ def replacing_model(
     sync : bool
         Whether index and removal are durable.
     old_names : callable
-        Returns the names of the files to remove, apart from `names`.
+        Returns the names of the files to remove, besides `names`.
     check : callable
         Raises if another save has begun, which is to go on alone.
     """
@@ -93,7 +93,7 @@ def replacing_model(
         text = {"metadata": {"total_size": total}, "weight_map": {**places}}
         contents = json.dumps(text, indent=2, sort_keys=True) + "\n"
         replace_file(contents.encode(), index, sync=sync, read_only=True)
-    others = {*old_names()} - {*names}
+    others = {*old_names(names)} - {*names}
     if places is None and _leads_to(index, {*names} | others):
         # Durably: as long as it exists, loading needs the files that it names.
         with contextlib.suppress(FileNotFoundError), synced_folder(index):
@@ -123,9 +123,9 @@ def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:
         sync_folder(folder)
 
 
-def old_files(folder: str, *, single: bool) -> set[str]:
+def old_files(folder: str, besides: Collection[str] = (), *, single: bool) -> set[str]:
     """Return the files of any model that a model with an index, or one file, replaces."""
-    found = parts_of_ranks(folder, "shard-")
+    found = parts_of_ranks(folder, "shard-", besides)
     for entry in os.scandir(folder):
         is_whole = entry.name.startswith("model-") and _is_numbered(entry.name)
         is_old = is_whole or (single and entry.name == SINGLE_NAME)
@@ -134,10 +134,12 @@ def old_files(folder: str, *, single: bool) -> set[str]:
     return found
 
 
-def parts_of_ranks(folder: str, prefix: str = "") -> set[str]:
+def parts_of_ranks(
+    folder: str, prefix: str = "", besides: Collection[str] = ()
+) -> set[str]:
     """Return the files that torch's or nvmeio's writer of model files has written."""
     found = set()
-    for name in os.listdir(folder):
+    for name in {*os.listdir(folder)}.difference(besides):
         if not (name.startswith(prefix) and _is_numbered(name)):
             continue
         try:

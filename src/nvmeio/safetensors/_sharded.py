@@ -278,7 +278,7 @@ def save_sharded(
         pairs = zip(names, shards, strict=True)
         places = {key: name for name, shard in pairs for key in shard}
     old_names = functools.partial(old_files, folder, single=True)
-    require_replaceable(folder, {*names, *old_names()}, index=True)
+    require_replaceable(folder, {*names, *old_names(())}, index=True)
     with (
         ExitStack() as alone,
         replacing_model(

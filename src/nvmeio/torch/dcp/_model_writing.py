@@ -6,7 +6,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -275,16 +275,18 @@ thread_count_consolidation
         old = self._old_in(folder, indexed=indexed)
         require_replaceable(folder, old, index=indexed)
         if not self.use_collectives:
-            # Other ranks replace theirs.
-            old |= parts_of_ranks(folder, "shard-")
+            # Other ranks replace theirs, of which there may be many.
+            old.update(name for name in names if name.startswith("shard-"))
         key = "" if self.use_collectives else None
         _refuse_others(folder, {*names} - old, saved, key, indexed=indexed)
 
-    def _old_in(self, folder: str, *, indexed: bool) -> set[str]:
+    def _old_in(
+        self, folder: str, besides: Collection[str] = (), *, indexed: bool
+    ) -> set[str]:
         """Return the files of the old model that this save replaces."""
         if indexed:
-            return old_files(folder, single=False)
-        return parts_of_ranks(folder, self._own_prefix())
+            return old_files(folder, besides, single=False)
+        return parts_of_ranks(folder, self._own_prefix(), besides)
 
     def _own_prefix(self) -> str:
         """Return how the names begin of the files that this rank may remove."""
@@ -325,7 +327,7 @@ thread_count_consolidation
             places,
             total=sum(_nbytes_in(metadata, name) for name in places or ()),
             sync=self.sync_files,
-            old_names=lambda: self._old_in(folder, indexed=places is not None),
+            old_names=lambda new: self._old_in(folder, new, indexed=places is not None),
             check=self._check_claims,
         ) as begin:
             begin()

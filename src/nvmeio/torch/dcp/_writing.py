@@ -214,6 +214,8 @@ class OfThread:
         """Set the folder of the next save, as torch's method."""
         if checkpoint_id is not None:
             refuse_url("checkpoint_id", checkpoint_id)
+        else:
+            self.path = self._path
         super().reset(checkpoint_id)  # type: ignore[misc]
         self._stay()
         self._saves.is_named = checkpoint_id is not None
