@@ -1,15 +1,17 @@
 """``Checkpointer``: save and restore the state of a training run."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
+from nvmeio._arguments.callers import level_outside
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
@@ -41,6 +43,8 @@ from nvmeio.checkpoint._steps import Steps, step_of
 
 __all__ = ["Checkpointer"]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 
 _all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
 
@@ -52,6 +56,33 @@ def _forget_in_child() -> None:
 
 
 call_in_child(_forget_in_child)
+
+
+def _alone(method: _Method) -> _Method:
+    """Exclude other threads, and refuse calls from signal handlers of this one.
+
+    Not a context manager in Python: Ctrl-C could come before its block is entered, and the
+    Checkpointer would be at work as long as somebody keeps the error.
+    """
+
+    @functools.wraps(method)
+    def call(self: "Checkpointer", *args: Any, **kwargs: Any) -> Any:
+        self._refuse_callback()
+        with self._mutex:
+            if self._within:
+                raise RuntimeError(
+                    "a Checkpointer was called while it is at work in the same thread, for "
+                    "example by a signal handler; call it outside the handler"
+                )
+            if self._closed:
+                raise ValueError("the Checkpointer is closed")
+            try:
+                self._within = True
+                return method(self, *args, **kwargs)
+            finally:
+                self._within = False
+
+    return cast("_Method", call)
 
 
 class Checkpointer:
@@ -183,29 +214,12 @@ class Checkpointer:
             self._copies = Copies(self.drain_to, self._steps.root, self._kept)
             self._steps.copies = self._copies.place
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Exclude other threads, and refuse calls from signal handlers of this one."""
-        self._refuse_callback()
-        with self._mutex:
-            if self._within:
-                raise RuntimeError(
-                    "a Checkpointer was called while it is at work in the same thread, for "
-                    "example by a signal handler; call it outside the handler"
-                )
-            if self._closed:
-                raise ValueError("the Checkpointer is closed")
-            try:
-                self._within = True
-                yield
-            finally:
-                self._within = False
-
     def _refuse_callback(self) -> None:
         """Raise RuntimeError in the thread of a save that has not ended."""
         if (saving := self._saving) is not None:
             saving._refuse_own_thread("this call of the Checkpointer")
 
+    @_alone
     def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
         """Save a state, and return when it is on the device.
 
@@ -261,22 +275,22 @@ class Checkpointer:
         Parameters stay Parameters, Buffers stay Buffers, and requires_grad is kept.  torch
         cannot resize the storage of most restored tensors, but that of their clone().
         """
-        with self._alone():
-            plan = self._plan(step, state, metadata)
-            self._await_last()
-            words: list[str] = []
-            try:
-                self._begin(plan.step, words)
-                path = self._carry_out(plan, None, words)
-                self._tell(f"{path} was saved nevertheless")
-            except BaseException as error:
-                _warn(words, error)
-                raise
-            _warn(words)
-            return path
+        plan = self._plan(step, state, metadata)
+        self._await_last()
+        words: list[str] = []
+        try:
+            self._begin(plan.step, words)
+            path = self._carry_out(plan, None, words)
+            self._tell(f"{path} was saved nevertheless")
+        except BaseException as error:
+            _warn(words, error)
+            raise
+        _warn(words)
+        return path
 
     # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
     # check for None.
+    @_alone
     def save_async(
         self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
     ) -> SaveFuture | Any:
@@ -330,29 +344,28 @@ class Checkpointer:
         {'weights': array([0, 1, 2, 3])}
         """
         stage = flag("stage", stage)
-        with self._alone():
-            step = step_of(step)
-            # Before the state is looked at, which takes some 50 us a tensor.
-            if self._last is not None and not self._last._over.is_set():
-                if self.busy == "skip":
-                    return None
-                if self.busy == "raise":
-                    raise RuntimeError(
-                        f"step {self._last.step} is still being saved, and busy is "
-                        '"raise"; wait for its future first'
-                    )
-            plan = self._plan(step, state, metadata)
-            self._await_last()
-            words: list[str] = []
-            try:
-                self._begin(plan.step, words)
-                future = self._start(plan, stage)
-                self._tell(f"the save of step {plan.step} goes on nevertheless")
-            except BaseException as error:
-                _warn(words, error)
-                raise
-            _warn(words)
-            return future
+        step = step_of(step)
+        # Before the state is looked at, which takes some 50 us a tensor.
+        if self._last is not None and not self._last._over.is_set():
+            if self.busy == "skip":
+                return None
+            if self.busy == "raise":
+                raise RuntimeError(
+                    f"step {self._last.step} is still being saved, and busy is "
+                    '"raise"; wait for its future first'
+                )
+        plan = self._plan(step, state, metadata)
+        self._await_last()
+        words: list[str] = []
+        try:
+            self._begin(plan.step, words)
+            future = self._start(plan, stage)
+            self._tell(f"the save of step {plan.step} goes on nevertheless")
+        except BaseException as error:
+            _warn(words, error)
+            raise
+        _warn(words)
+        return future
 
     def _start(self, plan: Plan, stage: bool) -> SaveFuture:
         """Carry out a plan in a new thread."""
@@ -788,6 +801,7 @@ class Checkpointer:
             raise self._steps.missing(step) from None
         self._steps.root.forget_damage(step)
 
+    @_alone
     def remove(self, step: int) -> None:
         """Remove a step, complete or not, and its copy in `drain_to`, durably.
 
@@ -818,18 +832,17 @@ class Checkpointer:
         """
         step = step_of(step)
         folder = self._steps.root.folder(step)
-        with self._alone():
-            self._await_last()
-            if self.root.is_dir():
-                self._steps.root.take()
-            stopped = self._copies is not None and self._copies.cancel(step)
-            try:
-                self._remove(step)
-            except Exception:  # fsspec may raise any type
-                if stopped and self._copies is not None and exists(folder):
-                    self._copies.begin(step, folder)
-                raise
-            self._tell(f"step {step} was removed nevertheless")
+        self._await_last()
+        if self.root.is_dir():
+            self._steps.root.take()
+        stopped = self._copies is not None and self._copies.cancel(step)
+        try:
+            self._remove(step)
+        except Exception:  # fsspec may raise any type
+            if stopped and self._copies is not None and exists(folder):
+                self._copies.begin(step, folder)
+            raise
+        self._tell(f"step {step} was removed nevertheless")
 
     def _remove(self, step: int) -> None:
         """Remove a step and its copy, or raise before either is changed."""
@@ -857,6 +870,7 @@ class Checkpointer:
             for place, _ in found:
                 place.settle()
 
+    @_alone
     def prune(self) -> list[int]:
         """Remove the steps that `keep` and `keep_every` do not keep, as each save does.
 
@@ -886,13 +900,12 @@ class Checkpointer:
         ...     checkpointer.prune()
         [1, 2]
         """
-        with self._alone():
-            if self._last is not None:
-                self._last._over.wait()
-            if not self.root.is_dir():
-                return []
-            self._steps.root.take()
-            return self._prune(None)
+        if self._last is not None:
+            self._last._over.wait()
+        if not self.root.is_dir():
+            return []
+        self._steps.root.take()
+        return self._prune(None)
 
     def _prune(self, saved: int | None) -> list[int]:
         return prune(self._steps.root, self._kept, saved)
@@ -988,14 +1001,14 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _warn(words: Iterable[str], other: BaseException | None = None) -> None:
-    """Warn the caller's caller of each; if warnings are errors, raise the first.
+    """Warn the code that called nvmeio of each; if warnings are errors, raise the first.
 
     Not in place of another error, whose notes say it then.
     """
     failed: Warning | None = None
     for each in words:
         try:
-            warnings.warn(each, RuntimeWarning, stacklevel=3)
+            warnings.warn(each, RuntimeWarning, stacklevel=level_outside())
         except Warning as error:
             if failed is not None:
                 note(failed, f"also: {error}")

@@ -12,8 +12,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,12 +24,14 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio._files.paths import absolute
 from nvmeio._memory.strides import dense_strides
-from nvmeio._native.finalizer import Finalizer
+from nvmeio._native.interrupts import Finalizer
 from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
 
 __all__ = ["save_on_disk"]
+
+_T = TypeVar("_T")
 
 # A tensor leaves memory with its whole storage, unless that is larger than the tensor by
 # more than this factor.  The factor is larger for views with gaps, because often several of
@@ -192,18 +194,20 @@ class _Saved:
         self.finalizer = Finalizer(file.drop, slot)
 
     def unpack(self) -> torch.Tensor:
+        return _plainly(self._unpack)
+
+    def _unpack(self) -> torch.Tensor:
         slot = self.slot
-        with _plain():
-            _check_version(slot.witness, slot.version, self.shape, self.dtype)
-            data = self.file.read(slot)
-            _check_version(slot.witness, slot.version, self.shape, self.dtype)
-            if data.is_cuda:
-                # It may have been allocated on another stream.
-                data.record_stream(torch.cuda.current_stream(data.device))
-            # It shares the version counter, so that a second use notices changes by the
-            # first one.
-            tensor = slot.witness.detach()
-            tensor.data = self._view(data)
+        _check_version(slot.witness, slot.version, self.shape, self.dtype)
+        data = self.file.read(slot)
+        _check_version(slot.witness, slot.version, self.shape, self.dtype)
+        if data.is_cuda:
+            # It may have been allocated on another stream.
+            data.record_stream(torch.cuda.current_stream(data.device))
+        # It shares the version counter, so that a second use notices changes by the first
+        # one.
+        tensor = slot.witness.detach()
+        tensor.data = self._view(data)
         return tensor
 
     def _view(self, data: torch.Tensor) -> torch.Tensor:
@@ -254,8 +258,7 @@ class _Saver:
             or self._stays(tensor)
         ):
             return _Kept(tensor)
-        with _plain():
-            return self._save(tensor) or _Kept(tensor)
+        return _plainly(lambda: self._save(tensor) or _Kept(tensor))
 
     def _save(self, tensor: torch.Tensor) -> _Saved | None:
         """Write a tensor to a slot, or return None if it is too small."""
@@ -361,17 +364,22 @@ def _check_version(
         )
 
 
-@contextlib.contextmanager
-def _plain() -> Iterator[None]:
-    """Disable the caller's modes of torch, so that operations do what they say."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._DisableFuncTorch())
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        yield
+def _plainly(function: Callable[[], _T]) -> _T:
+    """Call a function without the caller's modes of torch: operations do what they say.
+
+    With context managers in Python, such as torch.no_grad(), Ctrl-C could come when they
+    have changed a mode, and before the block is entered.
+    """
+    modes = torch._C._len_torch_dispatch_stack()
+    with (
+        torch._C._DisableFuncTorch(),
+        _disable_current_modes() if modes else contextlib.nullcontext(),
+        torch._C.DisableTorchFunctionSubclass(),
+        # At its end it sets the mode of gradients, too.
+        torch._C._InferenceMode(False),
+    ):
+        torch._C._set_grad_enabled(False)
+        return function()
 
 
 def _over(

@@ -8,13 +8,14 @@ import bisect
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +25,7 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import best_effort
 from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File, written_last
-from nvmeio._native.finalizer import Finalizer
+from nvmeio._native.interrupts import Finalizer, call_if_free
 from nvmeio._native.request import Request
 from nvmeio._publish.files import unnamed_file
 from nvmeio.default import default_handle
@@ -32,6 +33,8 @@ from nvmeio.torch._offload.plan import pages
 from nvmeio.torch.memory import empty
 
 __all__ = ["Slot", "SlotFile", "memory_of"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # After freeing this much, return the heap's free memory to the system.  glibc keeps freed
 # memory, with small objects between it: without this the process grew by 1323 MiB while 28
@@ -198,6 +201,28 @@ def _end(file: File, in_flight: Iterable[Slot]) -> None:
         file.truncate(0)
 
 
+def _locked(method: _Method) -> _Method:
+    """Make a method take the lock, and free the slots that were dropped meanwhile.
+
+    Not a context manager in Python: Ctrl-C could come when that has taken the lock, and
+    before its block is entered.
+    """
+
+    @functools.wraps(method)
+    def call(self: "SlotFile", *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._lock:
+                self._free_dropped()
+                return method(self, *args, **kwargs)
+        finally:
+            self._settle()
+            if self._freed > TRIM_BYTES:
+                self._freed = 0
+                give_back()
+
+    return cast("_Method", call)
+
+
 class SlotFile:
     """All slots of one context, in one file.
 
@@ -230,66 +255,66 @@ class SlotFile:
         self._finalizer = Finalizer(_end, self._file, self._in_flight)
         _live.add(self)
 
+    @_locked
     def find(self, part: object, tensor: torch.Tensor, end: int) -> Slot | None:
         """Return the slot that has a storage, or a part of it, and count one more user."""
-        with self._locked():
-            for slot in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
-                known = slot.part == part and slot.error is None and slot.nbytes >= end
-                if known and slot.holds(tensor):
-                    slot.users += 1
-                    return slot
+        for slot in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
+            known = slot.part == part and slot.error is None and slot.nbytes >= end
+            if known and slot.holds(tensor):
+                slot.users += 1
+                return slot
         return None
 
+    @_locked
     def write(
         self, data: torch.Tensor, tensor: torch.Tensor, lead: int = 0, part: object = None
     ) -> Slot:
         """Start writing bytes of a tensor; wait only while memory is over its limit."""
-        with self._locked():
-            self._collect()
-            self._position = self._ahead = self._count
-            self._make_room(data.nbytes)
-            slot = Slot(self._count, data, tensor, lead, part)
-            slot.place = self._room.take(slot.nbytes)
-            try:
-                slot.request = default_handle().submit_write(data, self._file, slot.place)
-            except BaseException:
-                self._room.give(slot.place, slot.nbytes)
-                raise
-            self._count += 1
-            self.held += slot.nbytes
-            self._slots[slot.serial] = slot
-            self._by_storage.setdefault(slot.storage.cdata, []).append(slot)
-            self._serials.append(slot.serial)
-            self._in_flight[slot] = None
-            try:
-                if self.held > self.memory:
-                    self._make_room(0)
-            except BaseException:
-                # The caller does not get the slot, so it cannot drop it.
-                self._dropped.append(slot)
-                raise
+        self._collect()
+        self._position = self._ahead = self._count
+        self._make_room(data.nbytes)
+        slot = Slot(self._count, data, tensor, lead, part)
+        slot.place = self._room.take(slot.nbytes)
+        try:
+            slot.request = default_handle().submit_write(data, self._file, slot.place)
+        except BaseException:
+            self._room.give(slot.place, slot.nbytes)
+            raise
+        self._count += 1
+        self.held += slot.nbytes
+        self._slots[slot.serial] = slot
+        self._by_storage.setdefault(slot.storage.cdata, []).append(slot)
+        self._serials.append(slot.serial)
+        self._in_flight[slot] = None
+        try:
+            if self.held > self.memory:
+                self._make_room(0)
+        except BaseException:
+            # The caller does not get the slot, so it cannot drop it.
+            self._dropped.append(slot)
+            raise
         return slot
 
+    @_locked
     def read(self, slot: Slot) -> torch.Tensor:
         """Return the bytes of a slot, and start reading the slots before it."""
-        with self._locked():
-            if self.forked:
-                return self._read_in_child(slot)
-            self._collect()
-            self._raise_lost(slot)
-            known = slot.data is not None
-            if not known:
-                self._position = slot.serial
-                self._make_room(slot.nbytes)
-                self._submit_read(slot)
-            self._read_ahead(slot, known)
-            data = slot.data
-            if slot.request is not None and slot.reads:
-                error = self._finish(slot)
-                if error is not None:
-                    self._raise(slot, error, "read from")
-            if self.held > self.memory and slot.serial in self._resident:
-                self._forget(slot)
+        if self.forked:
+            return self._read_in_child(slot)
+        self._collect()
+        self._raise_lost(slot)
+        known = slot.data is not None
+        if not known:
+            self._position = slot.serial
+            self._make_room(slot.nbytes)
+            self._submit_read(slot)
+        self._read_ahead(slot, known)
+        data = slot.data
+        if slot.request is not None and slot.reads:
+            error = self._finish(slot)
+            if error is not None:
+                self._raise(slot, error, "read from")
+        if self.held > self.memory and slot.serial in self._resident:
+            self._forget(slot)
         assert data is not None
         return data
 
@@ -299,11 +324,11 @@ class SlotFile:
             self._dropped.append(slot)
             self._settle()
 
+    @_locked
     def drain(self) -> None:
         """Wait until nothing is in flight; errors are raised later, on use of the slot."""
-        with self._locked():
-            for slot in [] if self.forked else list(self._in_flight):
-                self._finish(slot)
+        for slot in [] if self.forked else list(self._in_flight):
+            self._finish(slot)
 
     def leave(self) -> None:
         """In a forked child, leave the file to the parent; bytes in memory stay usable."""
@@ -312,26 +337,10 @@ class SlotFile:
         self._lock = threading.Lock()
         self._dropped.clear()
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                self._free_dropped()
-                yield
-        finally:
-            # Free the slots that were dropped while the lock was taken.
-            self._settle()
-            if self._freed > TRIM_BYTES:
-                self._freed = 0
-                give_back()
-
     def _settle(self) -> None:
         """Free the dropped slots, unless the thread that has the lock will do it."""
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                self._free_dropped()
-            finally:
-                self._lock.release()
+        while self._dropped and call_if_free(self._lock, self._free_dropped):
+            pass
 
     def _free_dropped(self) -> None:
         """Free slots without users; those in flight are freed when they are done."""
