@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -365,19 +366,17 @@ class TestRefused:
                     threading.Thread(target=save_sharded, args=(new, tmp_path, 4000))
                 )
                 replace(part, whole)
-                monkeypatch.setattr(turns, "is_locked", was_refused)
+                monkeypatch.setattr(turns.time, "sleep", noting)
                 second[0].start()
-                assert refused.wait(60)
+                assert waits.wait(60)
             else:
                 replace(part, whole)
 
-        is_locked, refused = turns.is_locked, threading.Event()
+        waits, sleep = threading.Event(), time.sleep
 
-        def was_refused(descriptor):
-            found = is_locked(descriptor)
-            if found:
-                refused.set()
-            return found
+        def noting(seconds):
+            waits.set()
+            sleep(seconds)
 
         monkeypatch.setattr(os, "replace", save_between)
         third = {name: tensor + 100 for name, tensor in new.items()}
@@ -534,7 +533,7 @@ class TestReplacing:
         save_sharded(tensors_of([1]), tmp_path, sync=False)
         assert said[:2] == [INDEX, "synced"]
         files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-        assert sorted(said[2:]) == files
+        assert sorted(said[2:]) == [".nvmeio-save", *files]
 
     @pytest.mark.parametrize("sync", [True, False])
     def test_the_name_of_a_new_folder_is_durable(self, tmp_path, monkeypatch, sync):
@@ -582,7 +581,13 @@ def test_files_of_the_old_model_do_not_come_back_after_a_power_failure(
     tensors = {name: np.arange(1000) for name in ("first", "second")}
     save_sharded(tensors, tmp_path, sizes[0])
     calls, fsync, unlink = [], os.fsync, os.unlink
-    monkeypatch.setattr(os, "unlink", lambda path: calls.append("unlink") or unlink(path))
+
+    def noting(path):
+        if not path.endswith(".nvmeio-save"):
+            calls.append("unlink")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", noting)
     monkeypatch.setattr(
         os,
         "fsync",

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -951,7 +952,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
             assert goes_on.wait(60)
 
     def held_before(*arguments, **options):
-        if at == "before the lock":
+        if at == "before the lock" and [*tmp_path.glob(".model-*")]:
             hold()
         return alone(*arguments, **options)
 
@@ -995,7 +996,7 @@ def test_of_two_saves_at_once_one_fails_and_one_is_whole(tmp_path, monkeypatch, 
     if at == "before the lock":
         assert "only one save may go on there" in str(seeds[failed])
     if at == "before the index":
-        assert "another save renames its files" in str(seeds[failed])
+        assert "another save of a model names its files" in str(seeds[failed])
     assert same(load_sharded(tmp_path), state_of(whole))
     assert same(load(tmp_path, zeroed(state_of(whole))), state_of(whole))
     assert not list(tmp_path.glob(".*"))
@@ -1036,27 +1037,36 @@ def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, s
     ways[first](one)
     monkeypatch.undo()
     assert len(refused) >= 3
-    assert all("another save renames its files" in words for words in refused)
+    assert all("another save of a model names its files" in words for words in refused)
     assert same(load_sharded(tmp_path), one)
     assert same(load(tmp_path, zeroed(one)), one)
 
 
-def test_a_folder_that_is_locked_by_a_reader_stops_no_save(tmp_path, monkeypatch):
+@pytest.mark.parametrize("collectives", [True, False])
+def test_a_folder_that_is_locked_by_a_reader_stops_no_save(
+    tmp_path, monkeypatch, collectives
+):
+    """Who may not write there cannot lock the file that counts."""
     monkeypatch.setattr(turns, "PATIENCE_S", 0)
+    check, modes = HuggingFaceStorageWriter._check_folder, []
+
+    def noting(*args, **options):
+        modes.append((tmp_path / ".nvmeio-save").stat().st_mode & 0o777)
+        return check(*args, **options)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "_check_folder", noting)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_SH)
-        save(tmp_path, state_of(1))
-        assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
-        # Nothing else keeps two saves without a claim apart.
-        writer = HuggingFaceStorageWriter(str(tmp_path))
-        with pytest.raises(FileExistsError, match="another program has locked the folder"):
-            dcp.save(
-                state_of(2), storage_writer=writer, no_dist=True, use_collectives=False
-            )
+        options = {"no_dist": True, "use_collectives": collectives}
+        for mode in (0o755, 0o775):
+            tmp_path.chmod(mode)
+            writer = HuggingFaceStorageWriter(str(tmp_path))
+            dcp.save(state_of(1), storage_writer=writer, **options)
     finally:
         os.close(folder)
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+    assert modes == [0o600, 0o600, 0o660, 0o660]
 
 
 @pytest.mark.parametrize("first", ["joined", "whole"])
@@ -1084,26 +1094,24 @@ def test_joined_and_whole_saves_of_one_folder_have_one_claim(tmp_path, monkeypat
 @pytest.mark.parametrize("locked", [".", "sharded"])
 def test_a_joined_save_waits_for_others_in_both_folders(tmp_path, monkeypatch, locked):
     save(tmp_path, state_of(1), **JOINED)
-    was_refused, is_locked = threading.Event(), turns.is_locked
+    waits, sleep = threading.Event(), time.sleep
 
-    def noting(descriptor):
-        found = is_locked(descriptor)
-        if found:
-            was_refused.set()
-        return found
+    def noting(seconds):
+        waits.set()
+        sleep(seconds)
 
-    monkeypatch.setattr(turns, "is_locked", noting)
+    monkeypatch.setattr(turns.time, "sleep", noting)
     options = {"kwargs": JOINED, "args": (tmp_path, state_of(2))}
     saving = threading.Thread(target=save, **options)
-    folder = os.open(tmp_path / locked, os.O_RDONLY)
+    file = os.open(tmp_path / locked / ".nvmeio-save", os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         saving.start()
-        assert was_refused.wait(60)
+        assert waits.wait(60)
         for each in (tmp_path, tmp_path / "sharded"):
             assert same(load(each, zeroed(state_of(1))), state_of(1))
     finally:
-        os.close(folder)
+        os.close(file)
     saving.join(60)
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
 
@@ -1141,13 +1149,13 @@ def test_a_model_of_another_user_is_replaced_with_its_index(way, monkeypatch):
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         put(1.0)
-        Path(temporary_name(f"{folder}/nvmeio-save")).touch()
+        Path(folder, ".nvmeio-save").write_text("process 1 on other")
         monkeypatch.setattr(turns, "PATIENCE_S", 0)
         os.chown(folder, 1001, 2000)
         os.chmod(folder, 0o2775)
         for path in Path(folder).iterdir():
             os.chown(path, 1001, 2000)
-            path.chmod(0o600 if path.name.startswith(".") else 0o644)
+            path.chmod(0o660 if path.name.startswith(".") else 0o644)
         groups = os.getgroups()
         os.setgroups([2000])
         os.seteuid(1002)

@@ -308,7 +308,7 @@ def save_sharded(
             write_all(report)
             done += size
         # Else files of two saves could be left, with an index.
-        alone.enter_context(alone_in(folder, goes_on=True))
+        alone.enter_context(alone_in(folder))
         begin()
     return [*names, INDEX_NAME] if places else names
 

@@ -49,7 +49,7 @@ from nvmeio._safetensors.replacing import (
     require_replaceable,
     require_whole,
 )
-from nvmeio._safetensors.turns import alone_in, wait_for_others
+from nvmeio._safetensors.turns import alone_in
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -151,8 +151,9 @@ thread_count_consolidation
         saved = {item.index.fqn for plan in plans for item in plan.items}
         folders = self._folders()
         for folder, indexed in folders.items():
-            wait_for_others(folder)
-            self._check_folder(folder, saved, indexed=indexed)
+            # Whoever is at it goes on, for it does not lose its claim meanwhile.
+            with alone_in(folder):
+                self._check_folder(folder, saved, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
@@ -221,10 +222,9 @@ thread_count_consolidation
         """Rename the files, write the index or join the parts, and remove old files."""
         try:
             # Only one save renames its files at a time, where the file system has locks.
-            claimed = bool(self._claims)
             with ExitStack() as stack:
                 for folder in self._folders():
-                    stack.enter_context(alone_in(folder, goes_on=claimed))
+                    stack.enter_context(alone_in(folder))
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
