@@ -3,9 +3,11 @@
 import errno
 import gc
 import io
+import itertools
 import os
 import pickle
 import re
+import sys
 import weakref
 import zipfile
 
@@ -422,6 +424,45 @@ def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, 
             stream.write(b"x" * size)
         assert stream.tell() == 5
     Faults(path).set()
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_ctrl_c_after_any_call_is_raised(tmp_path, way):
+    """And ends no process: torch's writer ends an archive in a destructor."""
+    state, path = {str(n): torch.ones(10) for n in range(3)}, tmp_path / "state.pt"
+    nvmeio.torch.save(state, path)
+    call = {
+        "save": lambda: nvmeio.torch.save(state, path),
+        "load": lambda: nvmeio.torch.load(path),
+    }[way]
+    call()
+
+    def interrupt(frame, event, arg):
+        nonlocal seen
+        if event in ("return", "c_return"):
+            seen += 1
+            if seen > passed:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    child = os.fork()
+    if not child:
+        try:
+            for passed in itertools.count():
+                seen = 0
+                sys.setprofile(interrupt)
+                try:
+                    call()
+                except KeyboardInterrupt:
+                    continue
+                finally:
+                    sys.setprofile(None)
+                # It has ended before that many calls, or lost what was raised.
+                os._exit(0 if seen <= passed and passed > 100 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert nvmeio.torch.load(path).keys() == state.keys()
 
 
 class Interrupted(io.BytesIO):

@@ -29,6 +29,33 @@ def call_if_free(lock, function):
     return True
 
 
+@cython.final
+cdef class Noted:
+    """Calls a function, and notes what it raises, or a signal handler meanwhile.
+
+    In Python code, Ctrl-C may come before a try block is entered.
+    """
+
+    cdef object function
+    cdef list errors
+
+    def __init__(self, function, list errors):
+        self.function, self.errors = function, errors
+
+    def __call__(self, *arguments):
+        if self.function is None:
+            return memoryview(arguments[0]).nbytes
+        try:
+            return self.function(*arguments)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    def end(self):
+        """From now on, write nothing, and say that it was written."""
+        self.function = None
+
+
 # A cycle collector would empty the attributes before __dealloc__ runs.
 @cython.final
 @cython.no_gc_clear

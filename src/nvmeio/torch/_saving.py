@@ -1,10 +1,11 @@
 """Help torch.save and torch.load: options that some versions have, and errors of files."""
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeGuard
+
+from nvmeio._native.interrupts import Noted
 
 __all__ = ["errors_of", "saving_with"]
 
@@ -40,24 +41,12 @@ class _Noting:
         self.errors: list[BaseException] = []
         # Not of this object, which would then hold itself, and the stream's memory, until
         # the garbage collector runs.
-        for name in ("read", "readinto", "write"):
-            setattr(self, name, _noted(getattr(stream, name), self.errors))
+        self.read = Noted(stream.read, self.errors)
+        self.readinto = Noted(stream.readinto, self.errors)
+        self.write = self._write = Noted(stream.write, self.errors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _noted(call: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def noted(*arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        # Also Ctrl-C, and what else a signal's handler raises.
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    return noted
 
 
 def _is_interrupt(
@@ -86,5 +75,8 @@ def errors_of(stream: Any) -> Iterator[_Noting]:
         # which holds the stream where the garbage collector does not look.
         errors = noting.errors[:1]
         noting.errors.clear()
+        # After Ctrl-C, torch's writer ends the archive when it is deleted, in a destructor
+        # where an error, such as of a closed file, would end the process.
+        noting._write.end()
     if errors:
         raise errors.pop() from None
