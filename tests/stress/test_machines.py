@@ -21,11 +21,14 @@ import sys
 import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from children import TESTS, WATCHDOG_S, skip_sanitized
 from fuse_mounts import await_mount, end_server, fuse_refusal
+from nvmeio._safetensors import turns
 from nvmeio.checkpoint import Checkpointer
+from nvmeio.safetensors import load_sharded, save_sharded
 
 pytest.importorskip("fsspec")
 
@@ -338,6 +341,39 @@ def test_what_a_host_remembers_as_missing_is_found(machines):
     with there:
         there.save(3, {"step": "3 again"})
     assert here.restore() == {"step": "3 again"}
+
+
+def test_two_machines_name_the_files_of_a_model_one_after_the_other(machines, monkeypatch):
+    """The second finds the first at each call that names or removes a file."""
+    here, there = (os.fspath(machine.mount / "model") for machine in machines)
+    old, one, other = ({n: np.full(100, v) for n in "abcd"} for v in (1.0, 2.0, 3.0))
+    save_sharded(old, here, 1600)
+    refused = []
+
+    def held(call):
+        def step(*args, **options):
+            path = os.fspath(args[-1])
+            if path.startswith(here) and not path.endswith((".nvmeio-save", "-tmp")):
+                with pytest.raises(FileExistsError, match="names its files here") as caught:
+                    save_sharded(other, there, 800)
+                refused.append(caught)
+            return call(*args, **options)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "PATIENCE_S", 0)
+        for name in ("replace", "unlink"):
+            patch.setattr(os, name, held(getattr(os, name)))
+        save_sharded(one, here, 800)
+    assert len(refused) > 4
+    back = machines[0].back / "model"
+    for folder, model in ((here, one), (there, other)):
+        save_sharded(model, folder, 800)
+        found = load_sharded(back, framework="np")
+        assert {name: set(value) for name, value in found.items()} == {
+            name: set(value) for name, value in model.items()
+        }
 
 
 @pytest.mark.amount(short=4, full=70, long=700)
