@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nvmeio._arguments.types import Path
@@ -27,7 +26,7 @@ from nvmeio._memory.strides import dense_strides
 from nvmeio._native.interrupts import Finalizer
 from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import opaque
-from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
+from nvmeio.torch._offload.slots import Slot, SlotFile, WeakStorage, memory_of
 
 __all__ = ["save_on_disk"]
 
@@ -239,7 +238,7 @@ class _Saver:
         self._min_bytes = min_bytes
         # The known storages of parameters and buffers, by address.  An address is not used
         # again as long as its weak reference exists.
-        self._staying: dict[int, StorageWeakRef] = {}
+        self._staying: dict[int, WeakStorage] = {}
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
@@ -328,7 +327,7 @@ class _Saver:
             with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._staying:
-                    self._staying[storage._cdata] = StorageWeakRef(storage)
+                    self._staying[storage._cdata] = WeakStorage(storage)
 
 
 def _modules_called() -> Iterator[torch.nn.Module]:

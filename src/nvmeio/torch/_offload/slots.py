@@ -18,7 +18,6 @@ from concurrent.futures import CancelledError
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
@@ -32,7 +31,7 @@ from nvmeio.default import default_handle
 from nvmeio.torch._offload.plan import pages
 from nvmeio.torch.memory import empty
 
-__all__ = ["Slot", "SlotFile", "memory_of"]
+__all__ = ["Slot", "SlotFile", "WeakStorage", "memory_of"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -57,6 +56,19 @@ def memory_of(nbytes: int, device: torch.device, lead: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(
         storage, lead, (nbytes,), (1,)
     )
+
+
+class WeakStorage:
+    """A weak reference to a storage; as long as it exists, no other has its address.
+
+    That of torch has a ``__del__``, in which Ctrl-C would be lost.
+    """
+
+    __slots__ = ("_finalizer", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata: int = storage._weak_ref()
+        self._finalizer = Finalizer(torch.UntypedStorage._free_weak_ref, self.cdata)
 
 
 class Slot:
@@ -85,7 +97,7 @@ class Slot:
     ) -> None:
         self.serial, self.lead, self.part = serial, lead, part
         storage = tensor.untyped_storage()
-        self.storage, self.address = StorageWeakRef(storage), storage.data_ptr()
+        self.storage, self.address = WeakStorage(storage), storage.data_ptr()
         # Assigning to .data does not change the version counter.
         self.witness, self.version = tensor.detach(), tensor._version
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
