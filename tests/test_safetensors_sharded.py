@@ -27,6 +27,7 @@ from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
+from nvmeio._files import locks
 from nvmeio._safetensors import replacing, turns
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -383,6 +384,19 @@ class TestRefused:
         save_sharded(third, tmp_path, max_shard_size=4000)
         second[0].join()
         assert bits(load_sharded(tmp_path)) == bits(new)
+
+    def test_where_there_are_no_locks_nothing_is_left(self, tmp_path, monkeypatch):
+        new = self.old(tmp_path)
+        names = sorted(os.listdir(tmp_path))
+
+        def refuse(*args):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(locks.fcntl, "flock", refuse)
+            save_sharded(new, tmp_path, max_shard_size=4000)
+        assert bits(load_sharded(tmp_path)) == bits(new)
+        assert sorted(os.listdir(tmp_path)) == names
 
     def test_more_files_than_descriptors_are_refused(self, tmp_path):
         new = self.old(tmp_path)

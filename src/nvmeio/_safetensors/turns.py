@@ -58,9 +58,11 @@ def _took(lock: WriterLock, end: float) -> bool:
             raise FileExistsError(errno.EEXIST, words, lock.path) from None
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return True
-        raise
+        if error.errno not in _NO_LOCKS:
+            raise
+        with best_effort():
+            os.unlink(lock.path)
+        return True
     if not lock.has_name:
         # Who had it has removed it.
         return False
