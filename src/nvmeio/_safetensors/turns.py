@@ -16,8 +16,8 @@ __all__ = ["alone_in"]
 PATIENCE_S = 60
 # A file, because no server of files knows who has locked a folder.
 _LOCK, _LOCK_OF = ".nvmeio-save", ("a save of a model", "save of a model names its files")
-# What flock(2) says where there are no locks.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# What is said where there are no locks, or no files open for reading and writing.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def _took(lock: WriterLock, end: float) -> bool:
             raise FileExistsError(errno.EEXIST, words, lock.path) from None
         return False
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _NO_LOCKS or not _is_empty(lock.path):
             raise
         with best_effort():
             os.unlink(lock.path)
@@ -71,3 +71,11 @@ def _took(lock: WriterLock, end: float) -> bool:
     with best_effort():
         os.fchmod(lock.descriptor, about | about << 1)
     return True
+
+
+def _is_empty(path: str) -> bool:
+    """Return whether there is no file, or no contents, which others may have written."""
+    try:
+        return os.lstat(path).st_size == 0
+    except FileNotFoundError:
+        return True
