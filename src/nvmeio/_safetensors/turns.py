@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 
@@ -74,8 +75,9 @@ def _took(lock: WriterLock, end: float) -> bool:
 
 
 def _is_empty(path: str) -> bool:
-    """Return whether there is no file, or no contents, which others may have written."""
+    """Return whether there is no file, or one in which nobody has written anything."""
     try:
-        return os.lstat(path).st_size == 0
+        found = os.lstat(path)
     except FileNotFoundError:
         return True
+    return stat.S_ISREG(found.st_mode) and found.st_size == 0

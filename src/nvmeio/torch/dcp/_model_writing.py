@@ -151,7 +151,7 @@ thread_count_consolidation
         saved = {item.index.fqn for plan in plans for item in plan.items}
         folders = self._folders()
         for folder, indexed in folders.items():
-            # Whoever is at it goes on, for it does not lose its claim meanwhile.
+            # A save that names its files must not lose its claim to this one.
             with alone_in(folder):
                 self._check_folder(folder, saved, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
