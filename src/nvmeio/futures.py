@@ -23,7 +23,8 @@ from nvmeio._events.listener import (
 )
 from nvmeio._events.listener import Request as Awaited
 from nvmeio._native.arguments import deadline_ns
-from nvmeio._native.request import Attached, Request
+from nvmeio._native.interrupts import Finalizer
+from nvmeio._native.request import Request, remove_callbacks
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
 
@@ -80,7 +81,7 @@ class ThreadListener(Listener):
         self._eventfd: Eventfd | None = None
         self._pauses = Pauses()
         self._poll = select.poll()
-        self._attached = Attached(self._awaited, self._callbacks)
+        self._finalizer = Finalizer(remove_callbacks, self._awaited, self._callbacks)
 
     def listen(self, requests: Collection[Awaited]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""

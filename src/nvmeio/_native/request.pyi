@@ -1,18 +1,15 @@
 from collections.abc import Callable, Coroutine, Generator
 from types import GenericAlias
-from typing import Any, Generic, NoReturn, final
+from typing import Any, Generic, NoReturn
 
 from typing_extensions import Self, TypeVar, disjoint_base
 
 # The result of a request: a number of bytes for most, an array for some.
 _T_co = TypeVar("_T_co", covariant=True, default=Any)
 
-@final
-class Attached:
-    def __init__(
-        self, requests: set[Any], callbacks: tuple[Callable[[Any], object], ...]
-    ) -> None: ...
-
+def remove_callbacks(
+    requests: set[Any], callbacks: tuple[Callable[[Any], object], ...]
+) -> None: ...
 def wait_or_cancel(request: Request[_T_co]) -> _T_co: ...
 
 @disjoint_base

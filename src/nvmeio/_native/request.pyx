@@ -896,31 +896,12 @@ cdef int forget(list callbacks, object fn) except -1:
     return 0
 
 
-@cython.final
-@cython.no_gc_clear
-cdef class Attached:
-    """Callbacks of requests, which are removed with this object.
-
-    Not by __del__: what a signal handler raises there, in Python code, goes nowhere, and
-    Ctrl-C would be lost.
-    """
-
-    cdef set requests
-    cdef tuple callbacks
-
-    def __init__(self, set requests, tuple callbacks):
-        self.requests, self.callbacks = requests, callbacks
-
-    def __dealloc__(self):
-        cdef list callbacks
-        if self.requests is None:
-            return
-        # A copy, because other threads remove what is done meanwhile.
-        for request in list(self.requests):
-            callbacks = callbacks_of(<Request>request)
-            if callbacks is not None:
-                for fn in self.callbacks:
-                    forget(callbacks, fn)
+def remove_callbacks(set requests, tuple callbacks):
+    """Remove callbacks of requests, in Cython: a Finalizer can call it at any moment."""
+    # A copy, because other threads remove what is done meanwhile.
+    for request in list(requests):
+        for fn in callbacks:
+            (<Request>request)._remove_done_callback(fn)
 
 
 cdef int add_close_error(object error, int close_error, Request request) except -1:
