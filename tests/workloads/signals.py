@@ -610,13 +610,13 @@ def settled(before):
 
 
 def interrupt_everywhere(folder, part, parts):
-    """Interrupt some calls of SWEPT at each place; report what was left, and how often."""
+    """Interrupt calls of SWEPT at some places; report what was left, and how often."""
     ground, sweep = Ground(folder), Sweep()
     found = {}
-    for name, function in list(SWEPT.items())[part::parts]:
+    for name, function in SWEPT.items():
         call = partial(function, ground)
         call()
-        targets = sweep.targets(call)
+        targets = sweep.targets(call)[part::parts]
         remains, came, bad = Remains(ground, name), 0, {}
         # Every third also a second time, 1 to 6 places later.
         twice = [(target, 1 + index % 6) for index, target in enumerate(targets[::3])]
