@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nvmeio._files import locks
 from nvmeio._publish.names import _host, final_name, temporary_name
 from nvmeio._safetensors import places, replacing, turns
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
@@ -1066,7 +1067,8 @@ def test_a_folder_that_is_locked_by_a_reader_stops_no_save(
     finally:
         os.close(folder)
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
-    assert modes == [0o600, 0o600, 0o660, 0o660]
+    # Another one, killed, may be followed by one of anybody who may write there.
+    assert modes == [0o600, 0o600, 0o666, 0o666]
 
 
 @pytest.mark.parametrize("first", ["joined", "whole"])
@@ -1131,12 +1133,60 @@ def test_a_new_save_may_be_read_by_those_who_may_read_the_old_one(tmp_path):
         os.umask(before)
 
 
+def killed_within(folder):
+    """Leave what a save does that is killed while it names its files."""
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(OSError), turns.alone_in(folder):
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("killed", [1001, 0])
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_what_a_killed_save_leaves_stops_nobody_who_may_write_there(
+    tmp_path, monkeypatch, mode, killed
+):
+    """Linux refuses O_CREAT for the file of another in a sticky folder, if so set."""
+    opened = locks.opened
+
+    def refusing(path, flags, *args):
+        protects = mode == 0o1777 and flags & os.O_CREAT and os.path.exists(path)
+        if protects and os.stat(path).st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(locks, "opened", refusing)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
+    # The others may not import from here.
+    state = {name: torch.ones(100) for name in "ab"}
+    save(tmp_path, state)
+    save_sharded(state, tmp_path)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        user = 1002 if mode == 0o1777 else 1001
+        os.chown(folder, 0 if mode == 0o1777 else 1001, -1)
+        os.chmod(folder, mode)
+        try:
+            os.seteuid(killed)
+            killed_within(folder)
+            os.seteuid(0)
+            os.seteuid(user)
+            save(folder, state)
+            save_sharded(state, folder)
+        finally:
+            os.seteuid(0)
+        assert same(load_sharded(folder), state)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o2775, 0o775])
 @pytest.mark.parametrize("way", ["dcp", "sharded"])
-def test_a_model_of_another_user_is_replaced_with_its_index(way, monkeypatch):
+def test_a_model_of_another_user_is_replaced_with_its_index(way, mode, monkeypatch):
     """In a folder that a group shares; its files are writable for their owner alone.
 
-    A save of this user was killed while it named its files.
+    A save of that user, who has a group alone, was killed while it named its files.
     """
 
     def put(value):
@@ -1149,20 +1199,26 @@ def test_a_model_of_another_user_is_replaced_with_its_index(way, monkeypatch):
 
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         put(1.0)
-        Path(folder, ".nvmeio-save").write_text("process 1 on other")
-        monkeypatch.setattr(turns, "PATIENCE_S", 0)
-        os.chown(folder, 1001, 2000)
-        os.chmod(folder, 0o2775)
+        os.chown(folder, 1000, 2000)
+        os.chmod(folder, mode)
         for path in Path(folder).iterdir():
-            os.chown(path, 1001, 2000)
-            path.chmod(0o660 if path.name.startswith(".") else 0o644)
-        groups = os.getgroups()
-        os.setgroups([2000])
-        os.seteuid(1002)
+            os.chown(path, 1001, 1001)
+            path.chmod(0o644)
+        groups, group = os.getgroups(), os.getegid()
+        monkeypatch.setattr(turns, "PATIENCE_S", 0)
         try:
+            os.setgroups([2000])
+            os.setegid(1001)
+            os.seteuid(1001)
+            killed_within(folder)
+            assert Path(folder, ".nvmeio-save").stat().st_uid == 1001
+            os.seteuid(0)
+            os.setegid(1002)
+            os.seteuid(1002)
             state = put(2.0)
         finally:
             os.seteuid(0)
+            os.setegid(group)
             os.setgroups(groups)
         assert {path.stat().st_uid for path in Path(folder).iterdir()} == {1002}
         assert same(load_sharded(folder), state)

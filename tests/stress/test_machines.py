@@ -26,6 +26,7 @@ import pytest
 
 from children import TESTS, WATCHDOG_S, skip_sanitized
 from fuse_mounts import await_mount, end_server, fuse_refusal
+from nvmeio._files import locks
 from nvmeio._safetensors import turns
 from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import load_sharded, save_sharded
@@ -374,6 +375,29 @@ def test_two_machines_name_the_files_of_a_model_one_after_the_other(machines, mo
         assert {name: set(value) for name, value in found.items()} == {
             name: set(value) for name, value in model.items()
         }
+
+
+def test_a_save_waits_for_another_whose_lock_it_has_opened(machines, monkeypatch):
+    """The file of the lock is removed before it is locked: the server knows it no more."""
+    here, there = (os.fspath(machine.mount / "model") for machine in machines)
+    (machines[0].back / "model").mkdir()
+    first, lock = contextlib.ExitStack(), locks._flock
+
+    def late(*args):
+        first.close()
+        lock(*args)
+
+    first.enter_context(turns.alone_in(here))
+    monkeypatch.setattr(locks, "_flock", late)
+    with turns.alone_in(there):
+        assert os.listdir(machines[0].back / "model") == [".nvmeio-save"]
+        monkeypatch.setattr(turns, "PATIENCE_S", 0)
+        with (
+            pytest.raises(FileExistsError, match="names its files here"),
+            turns.alone_in(here),
+        ):
+            pass
+    assert not os.listdir(machines[0].back / "model")
 
 
 @pytest.mark.amount(short=4, full=70, long=700)

@@ -36,7 +36,7 @@ _HOLDER_BYTES_MAX = 300
 _FLOCK = "hhqqi4x"
 # Pauses between attempts to lock a header: the first, and when no more are made.
 _PAUSE_S, _PATIENCE_S = 20e-6, 1.0
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def unlock(file: Descriptor, process: int) -> None:
@@ -97,7 +97,7 @@ class WriterLock(_Lock):
             return False
         # If it was held, its directory was removed, and may have been created anew.
         with _naming_with_owner(self.path):
-            made = opened(self.path, _FLAGS)
+            made = self._open()
             try:
                 # Another user may have linked this name to a file that must not be changed.
                 if not _is_of_a_lock(made.number):
@@ -112,6 +112,15 @@ class WriterLock(_Lock):
         self._opened, self._process = made, os.getpid()
         in_child_close(self)
         return True
+
+    def _open(self) -> Descriptor:
+        try:
+            return opened(self.path, _FLAGS | os.O_CREAT)
+        except PermissionError:
+            # Linux may refuse O_CREAT for another user's file in a sticky folder.
+            with contextlib.suppress(FileNotFoundError):
+                return opened(self.path, _FLAGS)
+            raise
 
     @property
     def has_name(self) -> bool:

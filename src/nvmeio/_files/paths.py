@@ -15,6 +15,7 @@ from nvmeio._native.descriptor import TemporaryName
 __all__ = [
     "absolute",
     "absolute_folder",
+    "counts_links",
     "dangling",
     "exists",
     "exists_now",
@@ -271,7 +272,7 @@ def is_strangers(path: str, folder: str) -> bool:
 
 
 # By device and user, the owner of what this process makes there.
-_users: dict[tuple[int, int], int] = {}
+_made: dict[tuple[int, int], os.stat_result] = {}
 
 
 def _user_in(folder: str) -> int:
@@ -279,20 +280,31 @@ def _user_in(folder: str) -> int:
 
     NFS, as root_squash says, and others such as sshfs make it another user than this one.
     """
-    user = os.geteuid()
-    key = os.stat(folder).st_dev, user
-    if key not in _users:
+    made = _made_in(folder)
+    return os.geteuid() if made is None else made.st_uid
+
+
+def counts_links(folder: str) -> bool:
+    """Return whether the file system counts names of files; some in user space do not."""
+    made = _made_in(folder)
+    return made is None or made.st_nlink > 0
+
+
+def _made_in(folder: str) -> os.stat_result | None:
+    """Return what a new file of this process is like in a folder; None if none can be."""
+    key = os.stat(folder).st_dev, os.geteuid()
+    if key not in _made:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         name = os.path.join(folder, f".nvmeio-{os.urandom(8).hex()}.tmp")
         try:
             with TemporaryName(name), opened(name, flags) as made:
-                _users[key] = os.fstat(made).st_uid
+                _made[key] = os.fstat(made)
         except OSError as error:
             if error.errno is None:
                 # A signal handler raised it.
                 raise
-            return user
-    return _users[key]
+            return None
+    return _made[key]
 
 
 def is_anothers(path: str, folder: str) -> bool:

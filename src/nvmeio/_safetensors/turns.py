@@ -7,8 +7,9 @@ import stat
 import time
 from collections.abc import Iterator
 
-from nvmeio._files.descriptors import best_effort
+from nvmeio._files.descriptors import ask_anew, best_effort
 from nvmeio._files.locks import WriterLock
+from nvmeio._files.paths import counts_links
 from nvmeio._publish.names import final_name
 
 __all__ = ["alone_in"]
@@ -38,9 +39,10 @@ def alone_in(folder: str) -> Iterator[None]:
             time.sleep(0.01)
         yield
     finally:
-        if lock.has_name:
-            with best_effort():
-                os.unlink(lock.path)
+        with best_effort():
+            # Unless the server has given it to another, who is in there now.
+            lock.require()
+            os.unlink(lock.path)
         lock.release()
 
 
@@ -48,6 +50,8 @@ def _took(lock: WriterLock, end: float) -> bool:
     """Try to take the lock; raise FileExistsError after the end."""
     try:
         lock.take()
+        if _has_lost_name(lock):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), lock.path)
     except BlockingIOError as error:
         if error.errno is None:
             # A signal handler raised it.
@@ -59,19 +63,38 @@ def _took(lock: WriterLock, end: float) -> bool:
             raise FileExistsError(errno.EEXIST, words, lock.path) from None
         return False
     except OSError as error:
+        if error.errno == errno.ESTALE and time.monotonic() < end:
+            # Who had it has removed it.
+            lock.release()
+            return False
         if error.errno not in _NO_LOCKS or not _is_empty(lock.path):
             raise
         with best_effort():
             os.unlink(lock.path)
         return True
-    if not lock.has_name:
-        # Who had it has removed it.
-        return False
-    # Who may write here takes over what a save leaves that is killed.
-    about = os.stat(os.path.dirname(lock.path)).st_mode & 0o022 | 0o200
+    # Who may write here takes over what a save leaves that is killed: members of a group,
+    # which a new file need not have, those in an ACL, and whom root saves for.
+    about = os.stat(os.path.dirname(lock.path))
     with best_effort():
-        os.fchmod(lock.descriptor, about | about << 1)
+        os.fchmod(lock.descriptor, 0o666 if about.st_mode & 0o022 else 0o600)
+    if os.geteuid() == 0:
+        with best_effort():
+            os.fchown(lock.descriptor, about.st_uid, -1)
     return True
+
+
+def _has_lost_name(lock: WriterLock) -> bool:
+    """Return whether the file that was just locked has been removed.
+
+    This host may remember its name, under which there may be another file by now.  (NFS
+    renames what is removed and still open in another process of that host.)
+    """
+    folder = os.path.dirname(lock.path)
+    for path in (folder, f"/proc/self/fd/{lock.descriptor}"):
+        ask_anew(path)
+    if not lock.has_name:
+        return True
+    return os.fstat(lock.descriptor).st_nlink == 0 and counts_links(folder)
 
 
 def _is_empty(path: str) -> bool:
