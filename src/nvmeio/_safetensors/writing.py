@@ -92,25 +92,38 @@ def saving(
     handle = default_handle()
     # safetensors replaces a file that is read-only, too.
     options: Any = {"sync": sync, "atomic": atomic, "follow": follow, "read_only": True}
-    with naming(path), new_contents(path, **options) as file:
-        if is_mapped(file):
-            # It is written in place, perhaps from memory that is mapped from it.
-            require_copy(total, file)
-            parts = iter([_joined(parts, total)])
-        reserve(file, total, path)
+    failed: OSError | None = None
+    try:
+        with naming(path), new_contents(path, **options) as file:
+            if is_mapped(file):
+                # It is written in place, perhaps from memory that is mapped from it.
+                require_copy(total, file)
+                parts = iter([_joined(parts, total)])
+            reserve(file, total, path)
 
-        def write_all(progress: Progress | None) -> None:
+            def write_all(progress: Progress | None) -> None:
+                with naming(path):
+                    try:
+                        write(handle, file, parts, total, progress)
+                    except OSError as error:
+                        if error.errno != errno.ENOSPC:
+                            raise
+                        raise named(error, file, total, path) from None
+                    cut(file, total)
+                    if sync:
+                        handle.fsync(file)
+
             try:
-                write(handle, file, parts, total, progress)
+                yield write_all
             except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise named(error, file, total, path) from None
-            cut(file, total)
-            if sync:
-                handle.fsync(file)
-
-        yield write_all
+                failed = error
+                raise
+    except OSError:
+        if failed is None:
+            raise
+    if failed is not None:
+        # What the block raises may be of another file, and keeps that name.
+        raise failed
 
 
 _replaces_links: ContextVar[bool] = ContextVar("replaces_links", default=False)
