@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -23,12 +24,15 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio.checkpoint
+import nvmeio.torch
 from helpers import drop, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
-from nvmeio._files import locks
-from nvmeio._safetensors import replacing, turns
+from nvmeio._files import locks, paths
+from nvmeio._safetensors import replacing, turns, writing
+from nvmeio._safetensors.file import ModelFile
+from nvmeio.checkpoint import _draining
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
@@ -144,10 +148,13 @@ def test_a_unit_without_b_is_binary_as_everywhere(tmp_path):
 
 def test_a_model_is_saved_at_once_within_an_atomic_directory(tmp_path, monkeypatch):
     """Which has locked its folder, as a save does that renames its files."""
-    monkeypatch.setattr(turns.time, "sleep", lambda _: pytest.fail("it waits"))
     monkeypatch.chdir(tmp_path)
     tensors = {name: torch.arange(4) for name in "ab"}
-    with nvmeio.checkpoint.atomic_directory("model") as folder:
+    with (
+        monkeypatch.context() as patch,
+        nvmeio.checkpoint.atomic_directory("model") as folder,
+    ):
+        patch.setattr(turns.time, "sleep", lambda _: pytest.fail("it waits"))
         save_sharded(tensors, folder, 32)
         writer = HuggingFaceStorageWriter(folder, {"a": 1, "b": 2})
         checkpoint.save(dict(tensors), storage_writer=writer, no_dist=True)
@@ -610,6 +617,123 @@ def test_files_of_the_old_model_do_not_come_back_after_a_power_failure(
     save_sharded(tensors, tmp_path, sizes[1])
     assert "unlink" in calls
     assert calls[-1] == str(tmp_path)
+
+
+COARSE = {
+    "load_sharded": (2, lambda folder, _: load_sharded(folder)),
+    "disk_offload": (
+        2,
+        lambda folder, state: nvmeio.torch.disk_offload(
+            torch.nn.ParameterDict(state), folder, memory="1MiB"
+        ),
+    ),
+    "dcp, headers": (2, lambda folder, state: load_by_dcp(folder, state)),
+    "dcp, tensors": (5, lambda folder, state: load_by_dcp(folder, state)),
+    "drain": (1, lambda folder, _: nvmeio.checkpoint.drain(folder, f"{folder}-2").result()),
+}
+
+
+def load_by_dcp(folder, state):
+    checkpoint.load(
+        dict(state), storage_reader=HuggingFaceStorageReader(folder), no_dist=True
+    )
+
+
+@pytest.mark.parametrize("way", COARSE)
+def test_a_model_saved_anew_within_a_second_is_noticed_where_times_are_in_seconds(
+    tmp_path, monkeypatch, way
+):
+    """The files of both saves have one size, and would have one time."""
+    number, read = COARSE[way]
+    folder, opened = tmp_path / "model", []
+
+    def put(value):
+        state = {name: torch.full((1000,), value) for name in "abcd"}
+        save_sharded(state, folder, 4000)
+        second = int(time.time()) * 1_000_000_000
+        for path in folder.iterdir():
+            os.utime(path, ns=(second, second))
+        return state
+
+    def noting(function):
+        def call(*args, **options):
+            found = function(*args, **options)
+            opened.append(args)
+            if len(opened) == number:
+                put(2.0)
+            return found
+
+        return call
+
+    while time.time() % 1 > 0.2:
+        time.sleep(0.01)
+    state = put(1.0)
+    with monkeypatch.context() as patch:
+        if way == "drain":
+            patch.setattr(_draining, "pieces_of", noting(_draining.pieces_of))
+        else:
+            patch.setattr(ModelFile, "__init__", noting(ModelFile.__init__))
+        errors = SafetensorError, CheckpointException, nvmeio.checkpoint.CheckpointError
+        with pytest.raises(errors, match=r"was replaced while|has changed while"):
+            read(folder, state)
+    assert len(opened) >= number
+
+
+@pytest.mark.parametrize("at", ["write", "lock"])
+def test_an_error_names_the_file_that_it_is_of(tmp_path, monkeypatch, at):
+    """Not another one of the model."""
+    put, done = writing.write, []
+
+    def failing(*args):
+        done.append(args)
+        if len(done) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        put(*args)
+
+    with ExitStack() as stack:
+        if at == "lock":
+            stack.enter_context(turns.alone_in(tmp_path))
+            monkeypatch.setattr(turns, "PATIENCE_S", 0)
+        else:
+            monkeypatch.setattr(writing, "write", failing)
+        with pytest.raises(OSError, match=r"save of a model|Input/output") as caught:
+            save_sharded(tensors_of([1] * 3), tmp_path, 1000)
+    of = {"lock": ".nvmeio-save", "write": "model-00002-of-00003.safetensors"}
+    assert os.path.basename(caught.value.filename) == of[at]
+
+
+@pytest.mark.parametrize("links", ["counted", "not counted"])
+def test_a_save_takes_no_lock_whose_file_another_host_has_removed(
+    tmp_path, monkeypatch, links
+):
+    """NFS remembers its name, under which there may be that of a third save."""
+    first, lock, fstat = ExitStack(), locks._flock, os.fstat
+    taken = []
+
+    def late(descriptor, doing):
+        first.close()
+        lock(descriptor, doing)
+        taken.append(fstat(descriptor).st_ino)
+
+    def uncounted(descriptor):
+        """As file systems in user space that leave it 0."""
+        found = [*fstat(descriptor)]
+        found[3] = 0
+        return os.stat_result(found)
+
+    first.enter_context(turns.alone_in(tmp_path))
+    monkeypatch.setattr(paths, "_made", {})
+    monkeypatch.setattr(locks, "_flock", late)
+    monkeypatch.setattr(
+        locks.WriterLock, "has_name", property(lambda self: self.descriptor >= 0)
+    )
+    if links == "not counted":
+        monkeypatch.setattr(os, "fstat", uncounted)
+        first.close()
+    with turns.alone_in(tmp_path):
+        (name,) = os.listdir(tmp_path)
+        assert os.stat(tmp_path / name).st_ino == taken[-1]
+    assert not os.listdir(tmp_path)
 
 
 class TestIndex:

@@ -5,12 +5,14 @@ import errno
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from nvmeio._files.descriptors import best_effort, open_regular
 from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.paths import synced_folder
+from nvmeio._files.times import ambiguous_s
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
 from nvmeio._safetensors.places import (
@@ -216,6 +218,8 @@ def of_one_save(path: str) -> Callable[[], None]:
     is_file = path.endswith((INDEX_END, ".safetensors"))
     index = path if is_file else os.path.join(path, INDEX_NAME)
     before = _version(index)
+    if before is not None:
+        time.sleep(ambiguous_s(before[1]))
 
     def check() -> None:
         if _version(index) != before:
@@ -236,10 +240,10 @@ def require_whole(folder: str) -> None:
         raise replaced(index)
 
 
-def _version(path: str) -> tuple[int, ...] | None:
+def _version(path: str) -> tuple[int, int] | None:
     """Return what tells a file from others; some mounts change its number."""
     (found,) = _identities([path])
-    return None if found is None else found[2:]
+    return None if found is None else (found[2], found[3])
 
 
 def _identities(paths: list[str]) -> list[tuple[int, ...] | None]:

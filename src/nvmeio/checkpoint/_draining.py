@@ -21,6 +21,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.kinds import MANIFEST, METADATA, TENSORS
 from nvmeio._files.paths import absolute_folder, refuse_url
+from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio._safetensors.places import INDEX_NAME
@@ -273,6 +274,9 @@ class Drain:
         with self._mutex:
             if self._made:
                 return
+            # Files that replace these from now on must have other times.
+            newest_ns = max((time_ns for _, time_ns in self._states.values()), default=0)
+            self._stop.wait(ambiguous_s(newest_ns))
             mine = set(map(short_name, self.sizes))
             for folder, mode in self.folders.items():
                 self._try(folder, functools.partial(self.place.make, folder, mode))

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import math
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.futures import Future
 
 from nvmeio._files.kinds import what_is_in
+from nvmeio._files.times import ambiguous_s
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.parts import SAVE_KEY, part_of, parts_in
 from nvmeio._safetensors.places import NUMBERED, SINGLE_NAME
@@ -88,6 +90,8 @@ class Files:
         self._of_ranks: dict[str | None, str] = {}
         self._wholes: dict[tuple[str | None, int], str] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
+        # When the last of them was changed.
+        self.newest_ns = 0
         self.digest = hashlib.sha256()
 
     def add(self, name: str) -> Collection[str]:
@@ -98,6 +102,7 @@ class Files:
         path = os.path.join(self.folder, name)
         with closing(ModelFile(path)) as file:
             said = file.layout.metadata or {}
+            self.newest_ns = max(self.newest_ns, file.before.st_mtime_ns)
             self.digest.update(repr((name, said, file.layout.tensors)).encode())
             parts = parts_in(said, path)
             self.is_of_save(name, said.get(SAVE_KEY))
@@ -213,6 +218,7 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
         if not found.saves:
             # No file has a key that tells its save.
             check()
+            time.sleep(ambiguous_s(found.newest_ns))
         self._has_read(found.digest.hexdigest(), folder)
         metadata = Metadata(state_dict_metadata=found.tensors, storage_data=found.storage)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
