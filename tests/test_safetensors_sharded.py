@@ -1,12 +1,15 @@
 """Models in several files, with the names and the index of huggingface_hub."""
 
 import errno
+import gc
+import itertools
 import json
 import os
 import random
 import re
 import resource
 import shutil
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -35,6 +38,7 @@ from nvmeio._safetensors.file import ModelFile
 from nvmeio.checkpoint import _draining
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from nvmeio.torch.dcp._writing import Claim
 
 INDEX = "model.safetensors.index.json"
 
@@ -700,6 +704,47 @@ def test_an_error_names_the_file_that_it_is_of(tmp_path, monkeypatch, at):
             save_sharded(tensors_of([1] * 3), tmp_path, 1000)
     of = {"lock": ".nvmeio-save", "write": "model-00002-of-00003.safetensors"}
     assert os.path.basename(caught.value.filename) == of[at]
+
+
+@pytest.mark.parametrize("way", ["load", "claim"])
+def test_ctrl_c_after_any_call_leaves_no_descriptor(tmp_path, way):
+    save_sharded(tensors_of([1] * 2), tmp_path, 1000)
+
+    def claim():
+        taken = Claim(os.fspath(tmp_path / INDEX))
+        try:
+            taken.publish(b"{}", sync=False)
+        finally:
+            taken.remove()
+
+    call = {"load": lambda: load_sharded(tmp_path), "claim": claim}[way]
+
+    def interrupt(frame, event, arg):
+        nonlocal seen
+        if event in ("return", "c_return"):
+            seen += 1
+            if seen > passed:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def open_now():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    load_sharded(tmp_path)
+    before = open_now()
+    for passed in itertools.count():
+        seen = 0
+        sys.setprofile(interrupt)
+        try:
+            call()
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.setprofile(None)
+        break
+    assert passed > 50
+    assert open_now() == before
 
 
 @pytest.mark.parametrize("links", ["counted", "not counted"])

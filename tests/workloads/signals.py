@@ -21,6 +21,7 @@ import nvmeio
 from helpers import Guarded, pattern
 from nvmeio._events import caller
 from nvmeio.checkpoint import Checkpointer, atomic_directory
+from nvmeio.safetensors import load_sharded, save_sharded
 from nvmeio.safetensors.numpy import load_file, save_file
 from workloads.common import (
     Faults,
@@ -325,6 +326,7 @@ class Ground:
         self.array.tofile(self.path("rows.raw"))
         self.memory = bytearray(10_000)
         save_file({"a": self.array}, self.path("model"))
+        save_sharded({name: self.array for name in "ab"}, self.path("sharded"), 8000)
         os.mkdir(self.path("steps"))
         self.handle = nvmeio.Handle(workers=1, engine=engine)
         self.op = nvmeio.aio_handle(engine=engine)
@@ -485,6 +487,7 @@ SWEPT = {
     "scatter": lambda g: g.handle.scatter(g.path("new"), [5, 900], 10, bytes(20)),
     "save_file": lambda g: save_file({"a": g.array}, g.path("new")),
     "load_file": lambda g: load_file(g.path("model")),
+    "load_sharded": lambda g: load_sharded(g.path("sharded"), framework="np"),
     "profile": lambda g: nvmeio.profiles.load_profile(g.folder),
     "kept file": use_kept_file,
     "kept rows": use_kept_rows,

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any
 
-from nvmeio._native.descriptor import Descriptor, ask_anew, contents_of, opened
+from nvmeio._native.descriptor import (
+    Descriptor,
+    ask_anew,
+    contents_of,
+    open_at_once,
+    opened,
+)
 
 __all__ = [
     "FOLDER",
@@ -62,16 +68,12 @@ def open_regular(path: str | bytes) -> IO[bytes]:
     Opening a pipe would wait for its writer, and a device may have no end.
     """
     # The caller closes it.
-    file = open(path, "rb", opener=_opener)  # noqa: SIM115
+    file = open(path, "rb", opener=open_at_once)  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
     if stat.S_ISREG(mode):
         return file
     file.close()
     raise OSError(errno.EINVAL, "it is not a regular file", path)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def cut(file: Any, size: int) -> None:

@@ -12,7 +12,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EBUSY, EINTR, EINVAL, EISDIR, ELOOP, ENOENT, ENOSYS, EOPNOTSUPP
 from libc.errno cimport errno as c_errno
 from libc.string cimport strcmp
-from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_RDONLY, O_RDWR
+from posix.fcntl cimport O_ACCMODE, O_CLOEXEC, O_DIRECTORY, O_NONBLOCK, O_RDONLY, O_RDWR
 from posix.unistd cimport close as c_close
 from posix.unistd cimport ftruncate, getpid, unlink
 
@@ -261,6 +261,16 @@ def opened(path, flags, mode=0o666):
     cdef Descriptor descriptor = Descriptor.__new__(Descriptor)
     descriptor.open(path, flags, mode)
     return descriptor
+
+
+def open_at_once(path, int flags):
+    """Open a file without waiting, as an opener of open().
+
+    After os.open(), Ctrl-C could come before anything owns the descriptor.
+    """
+    cdef Descriptor made = opened(path, flags | O_NONBLOCK)
+    number, made.number = made.number, -1
+    return number
 
 
 def contents_of(path):

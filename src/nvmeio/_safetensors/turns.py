@@ -39,11 +39,13 @@ def alone_in(folder: str) -> Iterator[None]:
             time.sleep(0.01)
         yield
     finally:
-        with best_effort():
-            # Unless the server has given it to another, who is in there now.
-            lock.require()
-            os.unlink(lock.path)
-        lock.release()
+        try:
+            with best_effort():
+                # Unless the server has given it to another, who is in there now.
+                lock.require()
+                os.unlink(lock.path)
+        finally:
+            lock.release()
 
 
 def _took(lock: WriterLock, end: float) -> bool:

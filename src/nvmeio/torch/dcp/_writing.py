@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import closing, cut
+from nvmeio._files.descriptors import cut, opened
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._native.file import open_for_writing
@@ -109,11 +109,9 @@ class Claim:
             # Users who may not read the old file must not open the new one.
             if stat.S_ISREG(found := os.lstat(target).st_mode):
                 mode &= found | 0o600
-        with naming(target):
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with naming(target):
-                os.close(descriptor)
+                opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
             self._take(folder, name)
         except BaseException:
             self.remove()
@@ -156,19 +154,17 @@ class Claim:
         try:
             # Not created anew: it may have been removed.  Nor is another file written to,
             # which somebody may have put there.
-            with (
-                naming(self.target),
-                closing(
-                    open(os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW), "wb")
-                ) as file,
-            ):
-                if not _is_new(file.fileno()):
-                    raise self._lost()
-                file.write(text)
-                file.flush()
-                become_like(file.fileno(), self.target)
-                if sync:
-                    os.fsync(file.fileno())
+            with naming(self.target):
+                made = opened(self.path, os.O_WRONLY | os.O_NOFOLLOW)
+                with made as number, open(number, "wb", closefd=False) as file:
+                    if not _is_new(number):
+                        raise self._lost()
+                    file.write(text)
+                    file.flush()
+                    become_like(number, self.target)
+                    if sync:
+                        os.fsync(number)
+                    made.check_written()
             rename(self.path, self.target)
             self.is_published = True
         except FileNotFoundError:
