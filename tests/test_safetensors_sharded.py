@@ -720,10 +720,10 @@ def test_ctrl_c_after_any_call_leaves_no_descriptor(tmp_path, way):
     call = {"load": lambda: load_sharded(tmp_path), "claim": claim}[way]
 
     def interrupt(frame, event, arg):
-        nonlocal seen
+        nonlocal left
         if event in ("return", "c_return"):
-            seen += 1
-            if seen > passed:
+            left -= 1
+            if left < 0:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
@@ -734,7 +734,7 @@ def test_ctrl_c_after_any_call_leaves_no_descriptor(tmp_path, way):
     load_sharded(tmp_path)
     before = open_now()
     for passed in itertools.count():
-        seen = 0
+        left = passed
         sys.setprofile(interrupt)
         try:
             call()

@@ -326,7 +326,7 @@ class Ground:
         self.array.tofile(self.path("rows.raw"))
         self.memory = bytearray(10_000)
         save_file({"a": self.array}, self.path("model"))
-        save_sharded({name: self.array for name in "ab"}, self.path("sharded"), 8000)
+        save_sharded(dict.fromkeys("ab", self.array), self.path("sharded"), 8000)
         os.mkdir(self.path("steps"))
         self.handle = nvmeio.Handle(workers=1, engine=engine)
         self.op = nvmeio.aio_handle(engine=engine)
