@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import os
 import re
@@ -39,6 +40,7 @@ from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Connection, Remote
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan
+from nvmeio.safetensors import save_sharded
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -248,6 +250,33 @@ def test_the_owner_of_a_lock_in_the_way_is_named(tmp_path, mode):
                     Checkpointer(folder).save(1, 1)
             finally:
                 os.seteuid(0)
+
+
+@pytest.mark.parametrize("contents", [b"precious", b""])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("kind", ["root", "model"])
+def test_a_file_that_is_linked_in_the_place_of_a_lock_stays_as_it_is(
+    tmp_path, kind, link, contents
+):
+    """Somebody may write in the folder, and would have another write to it, or share it."""
+    mine = tmp_path / "mine"
+    mine.write_bytes(contents)
+    mine.chmod(0o640)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    if kind == "root":
+        link(mine, folder / ".nvmeio-lock")
+        act = functools.partial(save, folder, None, 1)
+    else:
+        link(mine, folder / ".nvmeio-save")
+        tensors = {name: np.ones(9) for name in "ab"}
+        act = functools.partial(save_sharded, tensors, folder, 72)
+    with pytest.raises(OSError, match=r"it is not a file of|Too many levels"):
+        act()
+    assert mine.read_bytes() == contents
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o640
+    assert os.listdir(folder) == [f".nvmeio-{'lock' if kind == 'root' else 'save'}"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes names of other users")

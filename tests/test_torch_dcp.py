@@ -1292,9 +1292,10 @@ def test_a_checkpoint_stays_in_one_folder(tmp_path, monkeypatch, change):
     assert os.listdir(tmp_path / "other" / "ckpt") == []
 
 
+@pytest.mark.parametrize("contents", [b"precious", b""])
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_claim_that_was_swapped_is_not_written_to(tmp_path, monkeypatch, link):
-    (tmp_path / "mine").write_bytes(b"precious")
+def test_a_claim_that_was_swapped_is_not_written_to(tmp_path, monkeypatch, link, contents):
+    (tmp_path / "mine").write_bytes(contents)
     folder = tmp_path / "run"
     writer = FileSystemWriter(str(folder))
     write_data = writer.write_data
@@ -1308,7 +1309,7 @@ def test_a_claim_that_was_swapped_is_not_written_to(tmp_path, monkeypatch, link)
     monkeypatch.setattr(writer, "write_data", swapped)
     with pytest.raises(CheckpointException):
         dcp.save(state_of(1), storage_writer=writer, no_dist=True)
-    assert (tmp_path / "mine").read_bytes() == b"precious"
+    assert (tmp_path / "mine").read_bytes() == contents
 
 
 def test_a_pipe_in_the_place_of_the_metadata_is_no_wait(tmp_path):

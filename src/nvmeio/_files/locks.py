@@ -232,7 +232,8 @@ def _hide_from_readers(descriptor: int) -> None:
     found = os.fstat(descriptor)
     may_write = found.st_mode & 0o222
     if (
-        found.st_uid == os.geteuid()
+        found.st_nlink < 2
+        and found.st_uid == os.geteuid()
         and stat.S_IMODE(found.st_mode) & 0o444 != may_write << 1
     ):
         with best_effort():
@@ -250,11 +251,15 @@ def _refuse_without_locks(error: OSError) -> None:
 def _is_of_a_lock(descriptor: int) -> bool:
     """Return whether a file has what a lock writes.
 
-    After a power failure it has only zeros, and without space maybe only a part.
+    After a power failure it has only zeros, and without space maybe only a part.  An empty
+    one that has another name was put there to be written to.
     """
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         return False
     text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
+    if not text and found.st_nlink > 1:
+        return False
     return text[: len(_HOLDER)] == _HOLDER.encode()[: len(text)]
 
 

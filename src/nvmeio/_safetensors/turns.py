@@ -74,15 +74,24 @@ def _took(lock: WriterLock, end: float) -> bool:
         with best_effort():
             os.unlink(lock.path)
         return True
-    # Who may write here takes over what a save leaves that is killed: members of a group,
-    # which a new file need not have, those in an ACL, and whom root saves for.
+    _share(lock)
+    return True
+
+
+def _share(lock: WriterLock) -> None:
+    """Let all who may write in the folder take over what a save leaves that is killed.
+
+    They are members of a group, which a new file need not have, those in an ACL, and whom
+    root saves for.  A file that has another name too may be somebody's.
+    """
     about = os.stat(os.path.dirname(lock.path))
+    if os.fstat(lock.descriptor).st_nlink > 1:
+        return
     with best_effort():
         os.fchmod(lock.descriptor, 0o666 if about.st_mode & 0o022 else 0o600)
     if os.geteuid() == 0:
         with best_effort():
             os.fchown(lock.descriptor, about.st_uid, -1)
-    return True
 
 
 def _has_lost_name(lock: WriterLock) -> bool:

@@ -184,12 +184,12 @@ class Claim:
 
 
 def _is_new(descriptor: int) -> bool:
-    """Return whether an open file is a regular one, and empty.
+    """Return whether an open file is a regular one, empty, and has no other name.
 
     Whose it is says nothing: file servers map users, and root to nobody.
     """
     found = os.fstat(descriptor)
-    return stat.S_ISREG(found.st_mode) and not found.st_size
+    return stat.S_ISREG(found.st_mode) and not found.st_size and found.st_nlink < 2
 
 
 def like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
