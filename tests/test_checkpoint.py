@@ -48,7 +48,7 @@ from nvmeio.checkpoint import (
     drain,
 )
 from nvmeio.checkpoint._restoring import Held
-from nvmeio.checkpoint._roots import StepFolder
+from nvmeio.checkpoint._roots import Root, StepFolder
 from workloads.checkpoints import same, state_of
 
 # The files of a root, besides its steps.
@@ -1993,6 +1993,21 @@ def test_a_damaged_step_is_remembered_after_a_chmod(tmp_path):
     (tmp_path / "step-2").chmod(0o750)
     saver.save(3, "new")
     assert 1 in saver.steps()
+
+
+def test_a_step_that_is_saved_again_is_not_the_damaged_one(tmp_path, monkeypatch):
+    """Though its files may have the same numbers, sizes and times."""
+    monkeypatch.setattr(Root, "_identities", lambda *_: ((1, 1, 1),))
+    saver = Checkpointer(tmp_path, verify="checksum")
+    saver.save(1, np.arange(5000))
+    path = tmp_path / "step-1" / "tensors.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        saver.verify(1)
+    saver.remove(1)
+    saver.save(1, np.arange(5000))
+    assert saver.steps() == [1]
+    assert np.array_equal(saver.restore(), np.arange(5000))
 
 
 def test_a_step_that_another_tool_still_copied_is_read_again(tmp_path):

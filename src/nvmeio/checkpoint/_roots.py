@@ -477,6 +477,9 @@ class Root:
     def written(self, step: int) -> None:
         """Remember that a step is complete, because this process has just written it."""
         self.removed.discard(step)
+        # Of an older step of this number, whose files may have had the same numbers, sizes
+        # and times.
+        self.forget_damage(step)
         if None not in (identities := self._identities(step)):
             self._complete[step] = identities
         # The step is there, so an error of its name is not one of the save.
