@@ -313,6 +313,9 @@ class TestTooLittle:
             files[f"{folder}/memory.usage_in_bytes"] = "1000"
             files[f"{folder}/memory.stat"] = "total_active_file 1\ntotal_inactive_file 2"
         assert available._left_in_groups() == [1003, 2003, 3003]
+        # As where none are mounted.
+        files["/proc/self/cgroup"] = ""
+        assert available._left_in_groups() == []
 
     def test_read_ahead_is_skipped_without_memory(self, tmp_path, monkeypatch):
         tensors = {f"{n:02}": filled("uint8", (MIB,), n) for n in range(80)}

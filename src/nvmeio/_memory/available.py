@@ -43,7 +43,8 @@ def _left_in_groups() -> list[int]:
     """
     found: list[int] = []
     try:
-        for line in _text("/proc/self/cgroup").split("\n"):
+        # It is empty where no groups are mounted.
+        for line in filter(None, _text("/proc/self/cgroup").split("\n")):
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 top, names = "/sys/fs/cgroup", VERSION_2
