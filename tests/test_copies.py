@@ -252,7 +252,7 @@ def test_the_owner_of_a_lock_in_the_way_is_named(tmp_path, mode):
                 os.seteuid(0)
 
 
-@pytest.mark.parametrize("contents", [b"precious", b""])
+@pytest.mark.parametrize("contents", [b"precious", b"", bytes(4000), b"processes: 3\n"])
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 @pytest.mark.parametrize("kind", ["root", "model"])
 def test_a_file_that_is_linked_in_the_place_of_a_lock_stays_as_it_is(

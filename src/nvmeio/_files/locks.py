@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 import struct
 import threading
@@ -31,6 +32,7 @@ __all__ = [
 
 # How the file of a lock begins.
 _HOLDER = "process"
+_WHOLE = re.compile(rb"process \d+ on [^\n]*, since [-\d]+ [:\d]+\n")
 _HOLDER_BYTES_MAX = 300
 # struct flock: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
@@ -251,15 +253,16 @@ def _refuse_without_locks(error: OSError) -> None:
 def _is_of_a_lock(descriptor: int) -> bool:
     """Return whether a file has what a lock writes.
 
-    After a power failure it has only zeros, and without space maybe only a part.  An empty
-    one that has another name was put there to be written to.
+    After a power failure it has only zeros, and without space maybe only a part.  With
+    another name, as in a copy by hard links, it has all of it: somebody else's file could
+    have been linked there to be written to.
     """
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return False
     text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
-    if not text and found.st_nlink > 1:
-        return False
+    if found.st_nlink > 1:
+        return _WHOLE.fullmatch(text) is not None
     return text[: len(_HOLDER)] == _HOLDER.encode()[: len(text)]
 
 
