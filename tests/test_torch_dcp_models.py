@@ -1071,6 +1071,58 @@ def test_a_folder_that_is_locked_by_a_reader_stops_no_save(
     assert modes == [0o600, 0o600, 0o666, 0o666]
 
 
+@pytest.mark.parametrize("way", ["joined", "whole"])
+def test_no_save_begins_while_another_looks_at_its_folder_and_claims_it(
+    tmp_path, monkeypatch, way
+):
+    """The one that names its files would lose its claim, and its files, in the middle."""
+    options = JOINED if way == "joined" else {}
+    save(tmp_path, state_of(1), **options)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
+    places = []
+
+    def beside(name):
+        function = getattr(_model_writing, name)
+
+        def call(*args, **options):
+            with (
+                pytest.raises(FileExistsError, match="names its files"),
+                turns.alone_in(tmp_path / "sharded" if way == "joined" else tmp_path),
+            ):
+                pass
+            places.append(name)
+            return function(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("Claim", "_remove_parts"):
+            patch.setattr(_model_writing, name, beside(name))
+        save(tmp_path, state_of(2), **options)
+    assert {*places} == {"Claim", "_remove_parts"}
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+def test_a_save_that_is_refused_takes_no_claim_of_another(tmp_path, monkeypatch):
+    """Its second folder is found to be in use when it could have claimed the first."""
+    save(tmp_path, state_of(1), **JOINED)
+    before = {path: path.stat().st_ino for path in tmp_path.rglob("*")}
+    check = HuggingFaceStorageWriter._check_folder
+    claim = _model_writing.Claim(str(tmp_path / places.INDEX_NAME))
+
+    def refusing(self, folder, saved, *, indexed):
+        if indexed:
+            raise FileExistsError(errno.EEXIST, "in use", folder)
+        check(self, folder, saved, indexed=indexed)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "_check_folder", refusing)
+    with pytest.raises(CheckpointException, match="in use"):
+        save(tmp_path, state_of(2), **JOINED)
+    claim.check()
+    claim.remove()
+    assert {path: path.stat().st_ino for path in tmp_path.rglob("*")} == before
+
+
 @pytest.mark.parametrize("first", ["joined", "whole"])
 def test_joined_and_whole_saves_of_one_folder_have_one_claim(tmp_path, monkeypatch, first):
     """Also if neither waits for the other one's lock: the one that began first fails."""

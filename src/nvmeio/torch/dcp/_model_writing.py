@@ -149,21 +149,15 @@ thread_count_consolidation
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give all ranks the same random key of this save."""
         saved = {item.index.fqn for plan in plans for item in plan.items}
-        folders = self._folders()
-        for folder, indexed in folders.items():
-            # A save that names its files must not lose its claim to this one.
-            with alone_in(folder):
-                self._check_folder(folder, saved, indexed=indexed)
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         if self.use_collectives and not self.save_distributed:
             _part_files(found, self.fqn_to_index_mapping)
-        if self.use_collectives:
-            for folder in folders:
-                self._claims.append(Claim(os.path.join(folder, INDEX_NAME)))
-        # What failed saves have left, before it is missed as space.
-        for folder in folders:
-            _remove_parts(folder, self._own_prefix())
+        try:
+            self._begin_in(self._folders(), saved)
+        except BaseException:
+            self._give_up()
+            raise
         for plan in found:
             # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
@@ -171,6 +165,23 @@ thread_count_consolidation
                 # Each rank plans alone, and would number itself as the first.
                 plan.storage_data["shard_index"] = (self.rank or 0) + 1
         return found
+
+    def _begin_in(self, folders: dict[str, bool], saved: set[str]) -> None:
+        """Check and claim the folders, and remove what failed saves have left there.
+
+        A save that names its files must not lose its claim, or its files, to this one.
+        """
+        with ExitStack() as stack:
+            for folder in folders:
+                stack.enter_context(alone_in(folder))
+            for folder, indexed in folders.items():
+                self._check_folder(folder, saved, indexed=indexed)
+            if self.use_collectives:
+                for folder in folders:
+                    self._claims.append(Claim(os.path.join(folder, INDEX_NAME)))
+            # Before it is missed as space.
+            for folder in folders:
+                _remove_parts(folder, self._own_prefix())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return when they are on the device."""
