@@ -334,9 +334,19 @@ class TestRefused:
         with pytest.raises(CheckpointException, match="may be of two models"):
             checkpoint.load(dict(new), storage_reader=reader, no_dist=True)
 
-    def test_saved_anew_between_two_opens(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("remembers", [False, True])
+    def test_saved_anew_between_two_opens(self, tmp_path, monkeypatch, remembers):
+        """Also if this host remembers what the index is like, as NFS does."""
         new = self.old(tmp_path)
-        opened, done = _sharded.file_at, []
+        opened, done, known, stat = _sharded.file_at, [], {}, os.stat
+
+        def remembered(path, *args, **options):
+            found = stat(path, *args, **options)
+            return known.setdefault(path, found) if str(path).endswith(INDEX) else found
+
+        if remembers:
+            monkeypatch.setattr(os, "stat", remembered)
+            monkeypatch.setattr(replacing, "ask_anew", lambda path: known.pop(path, None))
 
         def save_between(*args):
             if len(done) == 1:
@@ -644,10 +654,14 @@ def load_by_dcp(folder, state):
 
 
 @pytest.mark.parametrize("way", COARSE)
-def test_a_model_saved_anew_within_a_second_is_noticed_where_times_are_in_seconds(
-    tmp_path, monkeypatch, way
+@pytest.mark.parametrize("times", ["in seconds", "in seconds, behind", "of writing"])
+def test_a_model_saved_anew_is_noticed_where_its_files_have_the_old_times(
+    tmp_path, monkeypatch, way, times
 ):
-    """The files of both saves have one size, and would have one time."""
+    """The files of both saves have one size, too.
+
+    A server's clock is behind this one, or the files were written before, at one time.
+    """
     number, read = COARSE[way]
     folder, opened = tmp_path / "model", []
 
@@ -655,8 +669,13 @@ def test_a_model_saved_anew_within_a_second_is_noticed_where_times_are_in_second
         state = {name: torch.full((1000,), value) for name in "abcd"}
         save_sharded(state, folder, 4000)
         second = int(time.time()) * 1_000_000_000
+        if times == "in seconds, behind":
+            second -= 9_000_000_000
+        if times == "of writing":
+            second = written
         for path in folder.iterdir():
-            os.utime(path, ns=(second, second))
+            if times != "of writing" or path.name != INDEX:
+                os.utime(path, ns=(second, second))
         return state
 
     def noting(function):
@@ -669,6 +688,7 @@ def test_a_model_saved_anew_within_a_second_is_noticed_where_times_are_in_second
 
         return call
 
+    written = time.time_ns() - 3_000_000_001
     while time.time() % 1 > 0.2:
         time.sleep(0.01)
     state = put(1.0)

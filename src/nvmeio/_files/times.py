@@ -7,13 +7,14 @@ __all__ = ["ambiguous_s"]
 # How far apart the times of two changes may be and still be the same: two seconds on FAT,
 # one where whole seconds are kept, else a tick of the kernel's clock.
 _COARSE_S, _FINE_S = 2.0, 0.01
+# How far the clock of a file server may be behind this one.
+_SKEW_S = 60.0
 
 
 def ambiguous_s(mtime_ns: int) -> float:
-    """Return for how long another file could get the same time, in seconds.
+    """Return for how long another file could get the same time, in seconds, at most.
 
     Who compares times to notice that a file was replaced waits so long before it reads.
-    The clock of a server may differ from this one; the wait itself is long enough for any.
     """
     step = _FINE_S if mtime_ns % 1_000_000_000 else _COARSE_S
-    return min(max(0.0, mtime_ns / 1e9 + step - time.time()), step)
+    return step if time.time() - mtime_ns / 1e9 < step + _SKEW_S else 0.0

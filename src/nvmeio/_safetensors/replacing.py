@@ -8,7 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from nvmeio._files.descriptors import best_effort, open_regular
+from nvmeio._files.descriptors import ask_anew, best_effort, open_regular
 from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.paths import synced_folder
@@ -242,6 +242,9 @@ def require_whole(folder: str) -> None:
 
 def _version(path: str) -> tuple[int, int] | None:
     """Return what tells a file from others; some mounts change its number."""
+    # NFS remembers for seconds which file has a name, and what it is like.
+    for each in (os.path.dirname(path) or ".", path):
+        ask_anew(each)
     (found,) = _identities([path])
     return None if found is None else (found[2], found[3])
 

@@ -19,6 +19,7 @@ import crc32c
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
+from nvmeio._files.descriptors import ask_anew
 from nvmeio._files.kinds import MANIFEST, METADATA, TENSORS
 from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._files.times import ambiguous_s
@@ -331,8 +332,12 @@ class Drain:
 
     def _look_at_source(self) -> None:
         """Raise CheckpointError if a file of the source has changed."""
+        # NFS remembers for seconds what is in a folder, and what a file is like.
+        for folder in self.folders:
+            ask_anew(os.path.join(self.source, folder))
         for name, seen in self._states.items():
             path = os.path.join(self.source, name)
+            ask_anew(path)
             if _state_of(os.stat(path)) != seen:
                 raise CheckpointError(f"{path} has changed while it was copied")
 

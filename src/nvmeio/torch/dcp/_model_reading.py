@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -194,6 +194,9 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
     tensor([0, 1, 2, 3])
     """
 
+    # Raises if the files may be of two saves.
+    _check: Callable[[], None] | None = None
+
     @like(hf_storage.HuggingFaceStorageReader.__init__)
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         refuse_store("path", path)
@@ -215,9 +218,10 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
         for name in names:
             found.add(name)
         found.check()
-        if not found.saves:
-            # No file has a key that tells its save.
-            check()
+        # Where no file has a key that tells its save, the index does.
+        self._check = check if not found.saves else None
+        if self._check is not None:
+            self._check()
             time.sleep(ambiguous_s(found.newest_ns))
         self._has_read(found.digest.hexdigest(), folder)
         metadata = Metadata(state_dict_metadata=found.tensors, storage_data=found.storage)
@@ -255,6 +259,9 @@ class HuggingFaceStorageReader(OfRanks, hf_storage.HuggingFaceStorageReader):  #
                 parts.finish()
             for file in files.values():
                 file.check_unchanged()
+        # Two saves may have written their files at one time, and named them later.
+        if self._check is not None:
+            self._check()
 
 
 def _names_in(folder: str) -> list[str]:

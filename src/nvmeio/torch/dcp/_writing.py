@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import cut, opened
+from nvmeio._files.descriptors import ask_anew, cut, opened
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import absolute, exists, naming, refuse_url
 from nvmeio._native.file import open_for_writing
@@ -123,6 +123,8 @@ class Claim:
             mine = self._place(self.path)
         except FileNotFoundError:
             raise self._lost() from None
+        # NFS remembers for seconds what is in a folder.
+        ask_anew(folder)
         for each in os.listdir(folder):
             other = os.path.join(folder, each)
             if other == self.path or final_name(each) != name:
@@ -142,6 +144,7 @@ class Claim:
     @property
     def is_held(self) -> bool:
         """Whether nothing was published yet, and no later save has begun."""
+        ask_anew(os.path.dirname(self.path))
         return exists(self.path)
 
     def check(self) -> None:
