@@ -168,6 +168,8 @@ def test_a_drained_folder_is_copied(source, target):
     # Drain again over the copy; one file has changed and one is new.
     (source / "empty").write_bytes(b"no more")
     (source / "new").write_bytes(b"new")
+    # NFS calls a file so that is removed, and which a process of this host has open.
+    (source / ".nfs00000000000000180000001a").write_bytes(b"old")
     drain(source, where).result()
     assert content() == {**FILES, "empty": b"no more", "new": b"new"}
 

@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -51,6 +52,8 @@ RETRIES_MAX = 1000
 # Pause before a retry; it doubles each time, up to the maximum.
 PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
 
+# What a client of NFS calls a file that is removed, but still open in one of its processes.
+_REMOVED = re.compile(r"\.nfs[0-9a-f]{16,}")
 # Errors that a retry will not cure.
 _FINAL = (
     errno.EEXIST,
@@ -565,6 +568,8 @@ def _files_below(source: str) -> tuple[dict[str, int], dict[str, tuple[int, int]
                 if stat.S_ISDIR(mode):
                     folders[name] = mode
                     left.append(name)
+                elif _REMOVED.fullmatch(entry.name):
+                    continue
                 elif stat.S_ISREG(mode):
                     states[name] = _state_of(entry.stat())
                 else:
