@@ -1019,7 +1019,8 @@ def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, s
     def held(name):
         def call(*args, **options):
             place = name, os.path.basename(os.fsdecode(args[-1]))
-            is_new = not re.search(r"nvmeio-tmp|distcp", place[1]) and place not in places
+            others = r"nvmeio-tmp|distcp|\.nvmeio-save$"
+            is_new = not re.search(others, place[1]) and place not in places
             if getattr(inside, "first", False) and is_new:
                 places.add(place)
                 inside.first = False

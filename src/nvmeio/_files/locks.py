@@ -20,9 +20,11 @@ from nvmeio._files.descriptors import Descriptor, best_effort, opened
 from nvmeio._files.paths import leads_to, naming, stat_of
 
 __all__ = [
+    "LOCK_FLAGS",
     "FileLock",
     "WriterLock",
     "header_for_reading",
+    "holder_text",
     "in_child_close",
     "is_locked",
     "locked_for_reading",
@@ -32,13 +34,13 @@ __all__ = [
 
 # How the file of a lock begins.
 _HOLDER = "process"
-_WHOLE = re.compile(rb"process \d+ on [^\n]*, since [-\d]+ [:\d]+\n")
+_BEGIN = re.compile(rb"process \d+ on .")
 _HOLDER_BYTES_MAX = 300
 # struct flock: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
 # Pauses between attempts to lock a header: the first, and when no more are made.
 _PAUSE_S, _PATIENCE_S = 20e-6, 1.0
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def unlock(file: Descriptor, process: int) -> None:
@@ -104,7 +106,7 @@ class WriterLock(_Lock):
                 # Another user may have linked this name to a file that must not be changed.
                 if not _is_of_a_lock(made.number):
                     words = f"it is not a file of {self.owner}"
-                    raise OSError(errno.EINVAL, words)
+                    raise FileExistsError(errno.EEXIST, words)
                 _hide_from_readers(made.number)
                 _lock(made.number, self.doing)
             except BaseException:
@@ -117,11 +119,11 @@ class WriterLock(_Lock):
 
     def _open(self) -> Descriptor:
         try:
-            return opened(self.path, _FLAGS | os.O_CREAT)
+            return opened(self.path, LOCK_FLAGS | os.O_CREAT)
         except PermissionError:
             # Linux may refuse O_CREAT for another user's file in a sticky folder.
             with contextlib.suppress(FileNotFoundError):
-                return opened(self.path, _FLAGS)
+                return opened(self.path, LOCK_FLAGS)
             raise
 
     @property
@@ -205,15 +207,20 @@ def _holder_in(descriptor: int) -> str:
 def _lock(descriptor: int, doing: str) -> None:
     """Lock a file, and write its holder into it."""
     _flock(descriptor, doing)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
+        # Not truncated first: others look whether it is the file of a lock.
+        os.ftruncate(descriptor, os.pwrite(descriptor, holder_text(), 0))
     except OSError as error:
         # Without space on btrfs.  The lock is held, and what it is for may make room.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+
+
+def holder_text() -> bytes:
+    """Return what the file of a lock says of this process."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
+    return text.encode()
 
 
 def _is_held_here(descriptor: int) -> bool:
@@ -254,15 +261,15 @@ def _is_of_a_lock(descriptor: int) -> bool:
     """Return whether a file has what a lock writes.
 
     After a power failure it has only zeros, and without space maybe only a part.  With
-    another name, as in a copy by hard links, it has all of it: somebody else's file could
-    have been linked there to be written to.
+    another name, as in a copy by hard links, it has more: somebody else's file could have
+    been linked there to be written to.
     """
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return False
     text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).strip(b"\0")
     if found.st_nlink > 1:
-        return _WHOLE.fullmatch(text) is not None
+        return _BEGIN.match(text) is not None
     return text[: len(_HOLDER)] == _HOLDER.encode()[: len(text)]
 
 

@@ -7,10 +7,18 @@ import stat
 import time
 from collections.abc import Iterator
 
-from nvmeio._files.descriptors import ask_anew, best_effort
-from nvmeio._files.locks import WriterLock
+from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
+from nvmeio._files.locks import LOCK_FLAGS, WriterLock, holder_text
 from nvmeio._files.paths import counts_links
-from nvmeio._publish.names import final_name
+from nvmeio._native.descriptor import TemporaryName
+from nvmeio._publish.names import (
+    OwnerOf,
+    final_name,
+    is_dead,
+    is_left,
+    remove_left,
+    temporary_name,
+)
 
 __all__ = ["alone_in"]
 
@@ -32,7 +40,7 @@ def alone_in(folder: str) -> Iterator[None]:
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
         yield
         return
-    lock = WriterLock(folder, _LOCK, *_LOCK_OF)
+    lock = _SharedLock(folder, _LOCK, *_LOCK_OF)
     end = time.monotonic() + PATIENCE_S
     try:
         while not _took(lock, end):
@@ -74,24 +82,56 @@ def _took(lock: WriterLock, end: float) -> bool:
         with best_effort():
             os.unlink(lock.path)
         return True
-    _share(lock)
     return True
 
 
-def _share(lock: WriterLock) -> None:
-    """Let all who may write in the folder take over what a save leaves that is killed.
+class _SharedLock(WriterLock):
+    """A lock that all can take who may write in its folder, also after a killed holder.
 
     They are members of a group, which a new file need not have, those in an ACL, and whom
-    root saves for.  A file that has another name too may be somebody's.
+    root saves for.
     """
-    about = os.stat(os.path.dirname(lock.path))
-    if os.fstat(lock.descriptor).st_nlink > 1:
-        return
-    with best_effort():
-        os.fchmod(lock.descriptor, 0o666 if about.st_mode & 0o022 else 0o600)
-    if os.geteuid() == 0:
+
+    def _open(self) -> Descriptor:
+        for _ in range(2):
+            with contextlib.suppress(FileNotFoundError):
+                return opened(self.path, LOCK_FLAGS)
+            if not self._make():
+                break
+        else:
+            # Who had it has removed it.
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.path)
+        # Where files have one name only.
+        made = super()._open()
+        self._share(made.number)
+        return made
+
+    def _make(self) -> bool:
+        """Make the file, which others may lock from its first moment; return whether."""
+        folder, name = os.path.split(self.path)
+
+        def is_of_lock(found: OwnerOf) -> bool:
+            return found["name"] == name and (is_dead(found) or is_left(found))
+
         with best_effort():
-            os.fchown(lock.descriptor, about.st_uid, -1)
+            remove_left(folder, is_of_lock)
+        with best_effort(), TemporaryName(temporary_name(self.path)) as path:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with opened(path, flags, 0o600) as number:
+                self._share(number)
+                os.write(number, holder_text())
+            with contextlib.suppress(FileExistsError):
+                os.link(path, self.path)
+            return True
+        return False
+
+    def _share(self, number: int) -> None:
+        about = os.stat(os.path.dirname(self.path))
+        with best_effort():
+            os.fchmod(number, 0o666 if about.st_mode & 0o022 else 0o600)
+        if os.geteuid() == 0:
+            with best_effort():
+                os.fchown(number, about.st_uid, -1)
 
 
 def _has_lost_name(lock: WriterLock) -> bool:
