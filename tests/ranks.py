@@ -46,6 +46,8 @@ def run(function, rendezvous, rank, size, options):
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
     )
+    # A rank that has connected and ends at once would break the connecting of others.
+    dist.barrier()
     try:
         return function(**options)
     finally:

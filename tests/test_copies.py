@@ -39,6 +39,7 @@ from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._futures import DRAINING, SAVING
 from nvmeio.checkpoint._places import Connection, Remote
 from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._roots import Root
 from nvmeio.checkpoint._saving import Plan
 from nvmeio.safetensors import save_sharded
 
@@ -250,6 +251,52 @@ def test_the_owner_of_a_lock_in_the_way_is_named(tmp_path, mode):
                     Checkpointer(folder).save(1, 1)
             finally:
                 os.seteuid(0)
+
+
+LOOKS = {
+    "restore": lambda reader: reader.restore()["step"],
+    "latest": lambda reader: reader.latest(),
+    "agreed_step": lambda reader: reader.agreed_step(),
+    "metadata": lambda reader: reader.metadata()["step"],
+    "steps": lambda reader: max(reader.steps()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("older", ["copy", "kept", "kept copy"])
+def test_no_older_step_takes_the_place_of_one_that_was_pruned(
+    tmp_path, monkeypatch, look, older
+):
+    """A newer one was saved before, after the list that is being read."""
+    root, far = tmp_path / "run", tmp_path / "far"
+    options = {"keep_every": 100} if "kept" in older else {}
+    copies = {"drain_to": far} if "copy" in older else {}
+
+    def save(saver, step):
+        saver.save(step, {"step": step}, metadata={"step": step})
+        if saver.drained is not None:
+            saver.drained.result()
+
+    with Checkpointer(root, keep=1, **options, **copies) as saver:
+        save(saver, 0)
+    copies_of_saver = copies if older == "kept copy" else {}
+    with Checkpointer(root, keep=1, **options, **copies_of_saver) as saver:
+        save(saver, 1)
+        of_reader = tmp_path / "empty" if older == "kept copy" else root
+        reader, list_of, done = Checkpointer(of_reader, **copies), Root.steps, []
+
+        def old_list(self):
+            found = list_of(self)
+            listed = far if older == "kept copy" else root
+            if not done and self.where == str(listed):
+                done.append(found)
+                save(saver, 2)
+            return found
+
+        monkeypatch.setattr(Root, "steps", old_list)
+        assert LOOKS[look](reader) == 2
+        assert 1 in done[0]
+        assert not (root / "step-1").exists()
 
 
 @pytest.mark.parametrize("contents", [b"precious", b"", bytes(4000), b"processes: 3\n"])

@@ -79,16 +79,21 @@ def _agreed(steps: Steps, gather: Gather, words: list[str]) -> int | None:
             )
 
     listed: list[list[int]] = []
+    found: int | CheckpointError | None = None
     while True:
         before, listed = listed, gathered(lambda: steps.names(level=9))
         if listed == before or not any(listed):
             break
-        # If none is left, other processes may have removed all, and added newer ones.
+        words.clear()
         found = _agree_on(listed, steps, gathered, words)
-        if found is not None:
-            return found
-    gathered(require_none)
-    return None
+        if found == max(map(max, filter(None, listed))):
+            break
+        # Another process may have removed newer ones, after it added newer ones still.
+    if isinstance(found, CheckpointError):
+        raise found
+    if found is None:
+        gathered(require_none)
+    return found
 
 
 def _agree_on(
@@ -96,10 +101,10 @@ def _agree_on(
     steps: Steps,
     gathered: Callable[[Callable[[], Any]], list[Any]],
     words: list[str],
-) -> int | None:
+) -> int | CheckpointError | None:
     """Return the newest of the steps of all ranks of which all have the same save.
 
-    None if no rank has any; raises CheckpointError if no save is complete on all.
+    None if no rank has any; the error if no save is complete on all.
     """
     every = sorted({step for found in listed for step in found}, reverse=True)
     seen: list[list[int]] = [[] for _ in listed]
@@ -133,7 +138,7 @@ def _agree_on(
             "; these are different saves where the numbers are the same, as if each rank "
             "had saved for itself: let one save, and copy its steps to the others"
         )
-    raise CheckpointError(said)
+    return CheckpointError(said)
 
 
 def _identities(steps: Steps, some: list[int]) -> dict[int, list[str]]:

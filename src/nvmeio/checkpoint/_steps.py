@@ -7,6 +7,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import integer, whole
 from nvmeio._files.kinds import what_is_in
+from nvmeio._files.paths import exists
 from nvmeio.checkpoint._errors import CheckpointError, GoneError, OtherError, is_lost
 from nvmeio.checkpoint._manifest import FILES
 from nvmeio.checkpoint._roots import STEP_MAX, Root, StepPlace
@@ -64,13 +65,19 @@ class Steps:
         passed_over: dict[int, str] = {}
         copied, unlisted = self.copied()
         seen: Collection[int] | None = None
-        # Another process may have removed all copies of a list, after it added newer ones.
+        gone: set[int] = set()
+        # Another process removes copies of a list after it has added newer ones.
         while copied != seen:
+            seen = copied
             for each in self.going_down(copied):
                 try:
                     return each, self.here_or_copy(each, read, files, known=True)
                 except GoneError:
-                    continue
+                    if each in {*copied} - gone:
+                        gone.add(each)
+                        copied, unlisted = self.copied()
+                        if copied != seen:
+                            break
                 except (CheckpointError, OSError) as error:
                     if not is_lost(error):
                         raise
@@ -78,9 +85,9 @@ class Steps:
                         words = f"step {each} is skipped: {error}"
                         warnings.warn(words, RuntimeWarning, stacklevel=3)
                     passed_over.setdefault(each, str(error))
-            seen = copied
-            if copied:
-                copied, unlisted = self.copied()
+            else:
+                if copied:
+                    copied, unlisted = self.copied()
         where = self.root.where
         if passed_over:
             # A caller that begins anew on FileNotFoundError must not do so here.
@@ -160,16 +167,25 @@ class Steps:
     def going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the steps that have a folder, newest first.
 
-        List the root again at the end, until nothing has changed: with ``keep=1``, another
-        process may have removed the listed step after it saved the next one.
+        List the root again, until nothing has changed, where a step has gone meanwhile and
+        at the end: another process removes a step after it has saved a newer one, which
+        comes before what else is in the list.
         """
-        before: list[int] = []
+        before: list[int] | None = None
+        gone: set[int] = set()
         while True:
-            steps = sorted({*self.root.steps(), *copied}, reverse=True)
+            here = {*self.root.steps()}
+            steps = sorted(here.union(copied), reverse=True)
             if steps == before:
                 return
-            yield from steps
             before = steps
+            for step in steps:
+                yield step
+                # Once: a host of NFS may go on to list it.
+                if step in here - gone and not exists(self.root.folder(step)):
+                    gone.add(step)
+                    before = None
+                    break
 
     def identities(self, step: int) -> list[str]:
         """Return the identities of what has a step, root and copy, whatever lists say."""
@@ -192,13 +208,14 @@ class Steps:
 
     def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the complete steps, newest first, also those of the copies in `copied`."""
-        for step in self.going_down(copied):
-            if (self.root.identity(step) is not None) or (
-                step in copied
-                and self.copies is not None
-                and self.copies.identity(step) is not None
-            ):
-                yield step
+        return (step for step in self.going_down(copied) if self._is_complete(step, copied))
+
+    def _is_complete(self, step: int, copied: Collection[int]) -> bool:
+        return (self.root.identity(step) is not None) or (
+            step in copied
+            and self.copies is not None
+            and self.copies.identity(step) is not None
+        )
 
     def listed(self, *, level: int = 4) -> Iterator[int]:
         """Yield the steps that ``read`` would find, newest first.
@@ -208,14 +225,22 @@ class Steps:
         """
         copied, unlisted = self.copied(level=level)
         found, seen = False, None
-        while not found and copied != seen:
-            for step in self.complete(copied):
-                found = True
-                yield step
-            # As read() does.
+        gone: set[int] = set()
+        # As read() does.
+        while copied != seen:
             seen = copied
-            if copied and not found:
-                copied, unlisted = self.copied(level=level)
+            for step in self.going_down(copied):
+                if self._is_complete(step, copied):
+                    found = True
+                    yield step
+                elif step in {*copied} - gone:
+                    gone.add(step)
+                    copied, unlisted = self.copied(level=level)
+                    if copied != seen:
+                        break
+            else:
+                if copied and not found:
+                    copied, unlisted = self.copied(level=level)
         if unlisted is not None and not found:
             raise unlisted
 
