@@ -703,6 +703,52 @@ def test_a_model_saved_anew_is_noticed_where_its_files_have_the_old_times(
     assert len(opened) >= number
 
 
+@pytest.mark.parametrize("there", ["an older copy", "files of one that failed"])
+@pytest.mark.parametrize("far", ["folder", "store"])
+def test_a_copy_that_fails_in_the_middle_is_no_mixture(tmp_path, monkeypatch, there, far):
+    """HuggingFaceStorageReader needs no index."""
+    source, target = tmp_path / "model", tmp_path / "copy"
+    url = target if far == "folder" else f"local://{target}"
+    old, new = ({n: torch.full((1000,), v) for n in "abcd"} for v in (1.0, 2.0))
+    save_sharded(old, source, 4000)
+    shutil.copytree(source, target)
+    if there != "an older copy":
+        (target / INDEX).unlink()
+        (target / "model-00003-of-00004.safetensors").unlink()
+        (target / "model-00004-of-00004.safetensors").unlink()
+    save_sharded(new, source, 4000)
+    copy, failed = _draining.Drain._copy_once, []
+
+    def failing(self, name):
+        if name == "model-00001-of-00004.safetensors":
+            failed.append(name)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        copy(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_draining, "FILES", 1)
+        patch.setattr(_draining.Drain, "_next", in_order("2341"))
+        patch.setattr(_draining.Drain, "_copy_once", failing)
+        with pytest.raises(PermissionError):
+            nvmeio.checkpoint.drain(source, url).result()
+    assert failed
+    for read in (load_sharded, lambda folder: load_by_dcp(folder, dict(old))):
+        with pytest.raises((SafetensorError, CheckpointException), match="two models"):
+            read(target)
+    nvmeio.checkpoint.drain(source, url).result()
+    assert bits(load_sharded(target)) == bits(new)
+
+
+def in_order(numbers):
+    """A method that takes the files of a model in this order, and none after the last."""
+    left = [f"model-0000{number}-of-00004.safetensors" for number in numbers]
+
+    def following(self):
+        return left.pop(0) if left else None
+
+    return following
+
+
 @pytest.mark.parametrize("at", ["write", "lock"])
 def test_an_error_names_the_file_that_it_is_of(tmp_path, monkeypatch, at):
     """Not another one of the model."""

@@ -27,6 +27,7 @@ __all__ = [
     "holder_text",
     "in_child_close",
     "is_locked",
+    "is_of_a_lock",
     "locked_for_reading",
     "locked_header",
     "unlock",
@@ -104,7 +105,7 @@ class WriterLock(_Lock):
             made = self._open()
             try:
                 # Another user may have linked this name to a file that must not be changed.
-                if not _is_of_a_lock(made.number):
+                if not is_of_a_lock(made.number):
                     words = f"it is not a file of {self.owner}"
                     raise FileExistsError(errno.EEXIST, words)
                 _hide_from_readers(made.number)
@@ -257,7 +258,7 @@ def _refuse_without_locks(error: OSError) -> None:
         raise OSError(error.errno, words) from error
 
 
-def _is_of_a_lock(descriptor: int) -> bool:
+def is_of_a_lock(descriptor: int) -> bool:
     """Return whether a file has what a lock writes.
 
     After a power failure it has only zeros, and without space maybe only a part.  With

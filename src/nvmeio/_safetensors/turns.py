@@ -3,12 +3,11 @@
 import contextlib
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator
 
 from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
-from nvmeio._files.locks import LOCK_FLAGS, WriterLock, holder_text
+from nvmeio._files.locks import LOCK_FLAGS, WriterLock, holder_text, is_of_a_lock
 from nvmeio._files.paths import counts_links
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.names import (
@@ -77,7 +76,7 @@ def _took(lock: WriterLock, end: float) -> bool:
             # Who had it has removed it.
             lock.release()
             return False
-        if error.errno not in _NO_LOCKS or not _is_empty(lock.path):
+        if error.errno not in _NO_LOCKS or not _is_of_a_lock(lock.path):
             raise
         with best_effort():
             os.unlink(lock.path)
@@ -148,10 +147,13 @@ def _has_lost_name(lock: WriterLock) -> bool:
     return os.fstat(lock.descriptor).st_nlink == 0 and counts_links(folder)
 
 
-def _is_empty(path: str) -> bool:
-    """Return whether there is no file, or one in which nobody has written anything."""
+def _is_of_a_lock(path: str) -> bool:
+    """Return whether there is no file, or nothing but that of a lock."""
     try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return True
-    return stat.S_ISREG(found.st_mode) and found.st_size == 0
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as number:
+            return is_of_a_lock(number)
+    except OSError as error:
+        if error.errno is None:
+            # A signal handler raised it.
+            raise
+        return isinstance(error, FileNotFoundError)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import CancelledError, Future
 
 import crc32c
+import numpy as np
 
 from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
@@ -26,7 +27,7 @@ from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
-from nvmeio._safetensors.places import INDEX_NAME
+from nvmeio._safetensors.places import INDEX_NAME, REPLACING
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._manifest import (
@@ -230,6 +231,7 @@ class Drain:
         marks = {mark for mark, _ in self._marked}
         self._old_last = {os.path.join(f, mark) for f in folders for mark in marks}
         self._old_last.update(self.last)
+        self._marked_missing: set[str] = set()
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -414,6 +416,8 @@ class Drain:
             def replace(at: str) -> None:
                 """Remove the marks if the file is replaced now, not earlier or later."""
                 if at == self.place.replaced_at:
+                    if there is None and name.endswith(".safetensors"):
+                        self._mark_missing(os.path.join(os.path.dirname(name), INDEX_NAME))
                     self._remove_old_last(marks)
                     if at != "commit":
                         self._old_last.discard(name)
@@ -468,9 +472,31 @@ class Drain:
             self._remove(old)
             self._old_last -= old
 
+    def _mark_missing(self, index: str) -> None:
+        """Mark the index of a model that the target lacks, once."""
+        with self._mutex:
+            if index in self._order and index not in self._marked_missing:
+                if self.place.size(index) is None:
+                    self._mark(index)
+                self._marked_missing.add(index)
+
+    def _mark(self, index: str) -> None:
+        """Let an index say that its files may be of two models.
+
+        HuggingFaceStorageReader needs none.
+        """
+        mode = os.stat(os.path.join(self.source, index)).st_mode
+        with self.place.writing(index, mode) as writer:
+            writer.write(np.frombuffer(REPLACING, np.uint8))
+            writer.finish()
+            writer.commit()
+
     def _remove(self, names: Collection[str]) -> None:
         for name in names:
-            self.place.remove(name)
+            if os.path.basename(name) == INDEX_NAME and name in self._order:
+                self._mark(name)
+            else:
+                self.place.remove(name)
         for folder in {os.path.dirname(name) for name in names}:
             self.place.settle(folder)
 
