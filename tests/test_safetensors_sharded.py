@@ -749,6 +749,23 @@ def in_order(numbers):
     return following
 
 
+@pytest.mark.parametrize("way", ["sharded", "dcp"])
+def test_an_index_that_could_not_be_read_is_refused_at_the_save(tmp_path, monkeypatch, way):
+    monkeypatch.setattr(replacing, "INDEX_BYTES_MAX", 300)
+    tensors = {name: torch.ones(10) for name in "ab"}
+    save_sharded(tensors, tmp_path, 40)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    more = tensors | {name * 50: torch.ones(10) for name in "cd"}
+    writer = HuggingFaceStorageWriter(tmp_path, {name: i for i, name in enumerate(more, 1)})
+    save = {
+        "sharded": lambda: save_sharded(more, tmp_path, 40),
+        "dcp": lambda: checkpoint.save(more, storage_writer=writer, no_dist=True),
+    }[way]
+    with pytest.raises((ValueError, CheckpointException), match="and 300 is the limit"):
+        save()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("at", ["write", "lock"])
 def test_an_error_names_the_file_that_it_is_of(tmp_path, monkeypatch, at):
     """Not another one of the model."""

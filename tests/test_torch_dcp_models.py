@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import errno
 import fcntl
 import glob
@@ -41,7 +42,7 @@ from nvmeio.torch.dcp import (
     _model_reading,
     _model_writing,
 )
-from nvmeio.torch.dcp._model_reading import overlap
+from nvmeio.torch.dcp._model_reading import cover
 from ranks import together
 from workloads import dcp as work
 
@@ -831,50 +832,55 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
         load(tmp_path, {"a": torch.zeros(6, 3)})
 
 
-@pytest.mark.parametrize("grid", [(1024, 1), (1, 1024), (32, 32)], ids=str)
-@pytest.mark.parametrize("twice", [False, True])
-def test_parts_of_a_thousand_ranks_are_not_compared_in_pairs(monkeypatch, grid, twice):
-    pairs = []
-    share = _model_reading._share
-    monkeypatch.setattr(
-        _model_reading, "_share", lambda *pair: pairs.append(pair) or share(*pair)
-    )
-    chunks = [
-        ChunkStorageMetadata(torch.Size([row * 4, column * 6]), torch.Size([4, 6]))
-        for row in range(grid[0])
-        for column in range(grid[1])
-    ]
-    if twice:
-        chunks.append(chunks[500])
-    assert overlap(chunks) == twice
-    assert len(pairs) == twice
+def pinwheels(count):
+    """Return parts of a square around each other, which no cut divides, and its side."""
+    boxes, side = [], 4 * count + 1
+    for low in range(2 * count):
+        high = side - low - 1
+        long = high - low
+        boxes += [((low, low), (1, long)), ((low, high), (long, 1))]
+        boxes += [((high, low + 1), (1, long)), ((low + 1, low), (long, 1))]
+    boxes.append(((2 * count, 2 * count), (1, 1)))
+    return [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes], side
 
 
-def test_parts_like_a_pinwheel_do_not_overlap():
-    boxes = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
-    chunks = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes]
-    assert not overlap(chunks)
-    assert overlap([*chunks, ChunkStorageMetadata(*map(torch.Size, ((1, 1), (1, 2))))])
+@pytest.mark.parametrize("parts", ["grid", "pinwheels"])
+def test_parts_of_a_thousand_ranks_are_not_compared_in_pairs(parts):
+    """Each is looked at once; one that lies elsewhere is found."""
+    chunks, side = pinwheels(125)
+    if parts == "grid":
+        side = 33 * 6
+        places = itertools.product(range(0, side, 6), repeat=2)
+        sizes = torch.Size([6, 6])
+        chunks = [ChunkStorageMetadata(torch.Size(at), sizes) for at in places]
 
+    class Counted(list):
+        looks = 0
 
-@pytest.mark.parametrize(("columns", "overlapping"), [(2, False), (3, True)])
-def test_parts_side_by_side_do_not_overlap(columns, overlapping):
-    chunks = [
-        ChunkStorageMetadata(torch.Size(at), torch.Size([4, columns]))
-        for at in ([0, 0], [1, 2], [5, 0])
-    ]
-    assert overlap(chunks) == overlapping
+        def __iter__(self):
+            Counted.looks += 1
+            return super().__iter__()
+
+    assert len(chunks) > 1000
+    assert cover(Counted(chunks), (side, side))
+    assert Counted.looks == 2
+    moved = dataclasses.replace(chunks[500], offsets=chunks[501].offsets)
+    without = [*chunks[:500], *chunks[501:]]
+    for others in (without, [*chunks, chunks[500]], [*without, moved]):
+        assert not cover(others, (side, side))
+    assert not cover(chunks, (side, side, 1))
 
 
 @pytest.mark.parametrize(
     ("begin", "words"),
     [
-        (2, "^parts of tensor 'a' overlap$"),
-        (5, "^the parts of tensor 'a' have 6 elements; it has 8$"),
+        (2, "^the parts of tensor 'a' have 6 elements; it has 8$"),
+        (0, "^the parts of tensor 'a' have 8 elements; it has 8; some are there twice$"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_not_joined(begin, words):
-    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([3])) for at in (0, begin)]
+    sizes = torch.Size([4 if begin == 0 else 3])
+    chunks = [ChunkStorageMetadata(torch.Size([at]), sizes) for at in (0, begin)]
     properties = TensorProperties(torch.float32)
     about = TensorStorageMetadata(properties, torch.Size([8]), chunks)
     with pytest.raises(RuntimeError, match=words):

@@ -71,6 +71,12 @@ def replacing_model(
     """
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
+    contents = b"" if places is None else _text_of(places, total)
+    if len(contents) > INDEX_BYTES_MAX:
+        raise ValueError(
+            f"{index} would have {len(contents)} bytes, and {INDEX_BYTES_MAX} is the "
+            "limit: save fewer tensors, or with shorter names, to this folder"
+        )
     before: list[tuple[int, ...] | None] | None = None
 
     def begin() -> None:
@@ -92,15 +98,18 @@ def replacing_model(
         raise
     check()
     if places is not None:
-        text = {"metadata": {"total_size": total}, "weight_map": {**places}}
-        contents = json.dumps(text, indent=2, sort_keys=True) + "\n"
-        replace_file(contents.encode(), index, sync=sync, read_only=True)
+        replace_file(contents, index, sync=sync, read_only=True)
     others = {*old_names(names)} - {*names}
     if places is None and _leads_to(index, {*names} | others):
         # Durably: as long as it exists, loading needs the files that it names.
         with contextlib.suppress(FileNotFoundError), synced_folder(index):
             os.unlink(index)
     _remove(folder, others, sync=sync)
+
+
+def _text_of(places: Mapping[str, str], total: int) -> bytes:
+    text = {"metadata": {"total_size": total}, "weight_map": {**places}}
+    return (json.dumps(text, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:

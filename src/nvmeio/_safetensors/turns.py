@@ -10,6 +10,7 @@ from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
 from nvmeio._files.locks import LOCK_FLAGS, WriterLock, holder_text, is_of_a_lock
 from nvmeio._files.paths import counts_links
 from nvmeio._native.descriptor import TemporaryName
+from nvmeio._publish.files import link
 from nvmeio._publish.names import (
     OwnerOf,
     final_name,
@@ -119,8 +120,8 @@ class _SharedLock(WriterLock):
             with opened(path, flags, 0o600) as number:
                 self._share(number)
                 os.write(number, holder_text())
-            with contextlib.suppress(FileExistsError):
-                os.link(path, self.path)
+                with contextlib.suppress(FileExistsError):
+                    link(number, self.path)
             return True
         return False
 

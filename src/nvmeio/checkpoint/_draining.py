@@ -138,8 +138,10 @@ def drain(
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
     target that come after it are removed, so that the target never looks complete when it
     is not; of the default, and of several for one pattern, only those in its folder or
-    above it.  So are those of the default that `source` lacks, if they mark the file.  A
-    drain that fails before it replaces a file leaves an older copy complete.
+    above it.  So are those of the default that `source` lacks, if they mark the file.  The
+    index of a model, ``model.safetensors.index.json``, is not removed, but says that files
+    are being replaced, until it is copied, for readers that need none.  A drain that fails
+    before it replaces a file leaves an older copy complete.
 
     New folders and files of a mounted file system give no right that the mode of their
     source does not give.
