@@ -1447,6 +1447,21 @@ def test_a_step_is_never_a_mixture_in_the_target(tmp_path, full_at):
     assert Checkpointer(target).steps() == []
 
 
+def test_a_model_that_a_save_has_left_half_replaced_takes_no_place_of_a_copy(
+    tmp_path,
+):
+    source, target = tmp_path / "model", tmp_path / "copy"
+    source.mkdir()
+    for name in ("a.safetensors", "model.safetensors.index.json"):
+        (source / name).write_text("old")
+    drain(source, target).result()
+    (source / "a.safetensors").write_text("new")
+    (source / "model.safetensors.index.json").write_bytes(REPLACING)
+    with pytest.raises(CheckpointError, match="may be of two models"):
+        drain(source, target)
+    assert {path.read_text() for path in target.iterdir()} == {"old"}
+
+
 def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, full_at):
     """As the cache of Hugging Face's hub has a model's files."""
     source, blobs, target = (tmp_path / n for n in ("new", "blobs", "target"))

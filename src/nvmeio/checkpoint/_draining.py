@@ -28,6 +28,8 @@ from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio._safetensors.places import INDEX_NAME, REPLACING
+from nvmeio._safetensors.replacing import require_whole
+from nvmeio._tensors.errors import SafetensorError
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
 from nvmeio.checkpoint._manifest import (
@@ -119,6 +121,9 @@ def drain(
     ------
     FileNotFoundError, NotADirectoryError
         `source` does not exist, or is not a folder.
+    CheckpointError
+        `source` has a model whose files are being replaced, or a save that did so was
+        interrupted.
     TypeError, ValueError
         An argument is of the wrong type or out of range; `last` names a file that does not
         exist; `target` is `source` or inside it; or `source` has a file that is not a
@@ -205,6 +210,9 @@ class Drain:
             self._block_bytes = saved.block_bytes
         folders, self._states = _files_below(self.source)
         self.sizes = {name: state[0] for name, state in self._states.items()}
+        for name, size in self.sizes.items():
+            if os.path.basename(name) == INDEX_NAME and size == len(REPLACING):
+                _require_whole(os.path.join(self.source, os.path.dirname(name)))
         self.folders, self._made = folders, False
         named = [[n for n in sorted(self.sizes) if _is(n, pattern)] for pattern in names]
         self.last = list(dict.fromkeys(name for found in named for name in found))
@@ -563,6 +571,17 @@ class _Pace:
 def _state_of(found: os.stat_result) -> tuple[int, int]:
     # Not the inode: some FUSE file systems give a file another number each time.
     return found.st_size, found.st_mtime_ns
+
+
+def _require_whole(folder: str) -> None:
+    """Raise CheckpointError if a model's files may be of two saves.
+
+    A copy of them would take the place of a good one.
+    """
+    try:
+        require_whole(folder)
+    except SafetensorError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _above(name: str) -> Iterator[str]:
