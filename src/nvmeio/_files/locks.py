@@ -119,13 +119,7 @@ class WriterLock(_Lock):
         return True
 
     def _open(self) -> Descriptor:
-        try:
-            return opened(self.path, LOCK_FLAGS | os.O_CREAT)
-        except PermissionError:
-            # Linux may refuse O_CREAT for another user's file in a sticky folder.
-            with contextlib.suppress(FileNotFoundError):
-                return opened(self.path, LOCK_FLAGS)
-            raise
+        return opened(self.path, LOCK_FLAGS | os.O_CREAT)
 
     @property
     def has_name(self) -> bool:

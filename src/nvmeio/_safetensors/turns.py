@@ -93,6 +93,7 @@ class _SharedLock(WriterLock):
     """
 
     def _open(self) -> Descriptor:
+        # With O_CREAT, Linux may refuse another user's file in a sticky folder.
         for _ in range(2):
             with contextlib.suppress(FileNotFoundError):
                 return opened(self.path, LOCK_FLAGS)
@@ -102,7 +103,10 @@ class _SharedLock(WriterLock):
             # Who had it has removed it.
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.path)
         # Where files have one name only.
-        made = super()._open()
+        try:
+            made = opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            return opened(self.path, LOCK_FLAGS)
         self._share(made.number)
         return made
 

@@ -290,9 +290,10 @@ class Drain:
         with self._mutex:
             if self._made:
                 return
-            # Files that replace these from now on must have other times.
-            newest_ns = max((time_ns for _, time_ns in self._states.values()), default=0)
-            self._stop.wait(ambiguous_s(newest_ns))
+            if not self._records:
+                # Files that replace these from now on must have other times.
+                times = [time_ns for _, time_ns in self._states.values()]
+                self._stop.wait(ambiguous_s(max(times, default=0)))
             mine = set(map(short_name, self.sizes))
             for folder, mode in self.folders.items():
                 self._try(folder, functools.partial(self.place.make, folder, mode))
