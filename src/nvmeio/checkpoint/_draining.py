@@ -328,7 +328,7 @@ class Drain:
         except BaseException:
             # Those that were written would mark the copy as complete.  Old ones fit what is
             # there, or they would have been removed.
-            self._remove([name for name in self.last if name not in self._old_last])
+            self._invalidate([name for name in self.last if name not in self._old_last])
             raise
 
     def _compare_alike(self) -> None:
@@ -480,7 +480,7 @@ class Drain:
         """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
             old = self._old_last.intersection(names)
-            self._remove(old)
+            self._invalidate(old)
             self._old_last -= old
 
     def _mark_missing(self, index: str) -> None:
@@ -488,7 +488,7 @@ class Drain:
         with self._mutex:
             if index in self._order and index not in self._marked_missing:
                 if self.place.size(index) is None:
-                    self._mark(index)
+                    self._invalidate([index])
                 self._marked_missing.add(index)
 
     def _mark(self, index: str) -> None:
@@ -502,7 +502,7 @@ class Drain:
             writer.finish()
             writer.commit()
 
-    def _remove(self, names: Collection[str]) -> None:
+    def _invalidate(self, names: Collection[str]) -> None:
         for name in names:
             if os.path.basename(name) == INDEX_NAME and name in self._order:
                 self._mark(name)
