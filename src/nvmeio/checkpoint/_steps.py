@@ -73,7 +73,7 @@ class Steps:
                 try:
                     return each, self.here_or_copy(each, read, files, known=True)
                 except GoneError:
-                    if each in {*copied} - gone:
+                    if each in copied and each not in gone:
                         gone.add(each)
                         copied, unlisted = self.copied()
                         if copied != seen:
@@ -182,7 +182,9 @@ class Steps:
             for step in steps:
                 yield step
                 # Once: a host of NFS may go on to list it.
-                if step in here - gone and not exists(self.root.folder(step)):
+                if step in gone or step not in here:
+                    continue
+                if not exists(self.root.folder(step)):
                     gone.add(step)
                     before = None
                     break
@@ -202,15 +204,13 @@ class Steps:
         """
         copied, unlisted = self.copied(level=level)
         self._listed = unlisted is None
-        if unlisted is not None and next(self.complete(copied), None) is None:
+        steps = self.going_down(copied)
+        if unlisted is not None and not any(self._is_complete(n, copied) for n in steps):
             raise unlisted
         return list({*self.going_down(copied)})
 
-    def complete(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the complete steps, newest first, also those of the copies in `copied`."""
-        return (step for step in self.going_down(copied) if self._is_complete(step, copied))
-
     def _is_complete(self, step: int, copied: Collection[int]) -> bool:
+        """Return whether a step, or its copy if that is in `copied`, is complete."""
         return (self.root.identity(step) is not None) or (
             step in copied
             and self.copies is not None
@@ -233,7 +233,7 @@ class Steps:
                 if self._is_complete(step, copied):
                     found = True
                     yield step
-                elif step in {*copied} - gone:
+                elif step in copied and step not in gone:
                     gone.add(step)
                     copied, unlisted = self.copied(level=level)
                     if copied != seen:
