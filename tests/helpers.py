@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import mmap
 import os
 import resource
@@ -298,6 +299,36 @@ def become_host(monkeypatch, name):
 
 
 SLOW = {"block_size": 1, "queue_depth": 1}
+
+
+def interrupted_after_each_call(function, modules=""):
+    """Yield after each run of a function into which Ctrl-C came, whether it was raised.
+
+    It comes where a call of code in `modules`, prefixes of names, returns, as Python calls
+    signal handlers: in the first run after the first call, in the next one after the next.
+    """
+
+    def interrupt(frame, event, arg):
+        nonlocal left
+        name = frame.f_globals.get("__name__", "")
+        if event in ("return", "c_return") and name.startswith(modules):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    for passed in itertools.count():
+        left, raised = passed, False
+        sys.setprofile(interrupt)
+        try:
+            function()
+        except KeyboardInterrupt:
+            raised = True
+        finally:
+            sys.setprofile(None)
+        if left >= 0:
+            return
+        yield raised
 
 
 def fork(function, *args):

@@ -2,14 +2,12 @@
 
 import errno
 import gc
-import itertools
 import json
 import os
 import random
 import re
 import resource
 import shutil
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio.checkpoint
 import nvmeio.torch
-from helpers import drop, need_direct
+from helpers import drop, interrupted_after_each_call, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
@@ -802,32 +800,13 @@ def test_ctrl_c_after_any_call_leaves_no_descriptor(tmp_path, way):
 
     call = {"load": lambda: load_sharded(tmp_path), "claim": claim}[way]
 
-    def interrupt(frame, event, arg):
-        nonlocal left
-        if event in ("return", "c_return"):
-            left -= 1
-            if left < 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
     def open_now():
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     load_sharded(tmp_path)
     before = open_now()
-    for passed in itertools.count():
-        left = passed
-        sys.setprofile(interrupt)
-        try:
-            call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        if left >= 0:
-            break
-    assert passed > 50
+    assert len(list(interrupted_after_each_call(call))) > 50
     assert open_now() == before
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ import warnings
 import pytest
 
 from children import run_child, run_with_faults, skip_sanitized
+from helpers import interrupted_after_each_call
 from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -727,8 +727,6 @@ def test_ctrl_c_while_a_graph_is_dropped_is_raised(saving, monkeypatch, when):
 
 
 def test_ctrl_c_after_any_call_leaves_nothing_locked_or_changed(saving):
-    """A signal handler raises where a call returns: here after each one in turn."""
-
     def step():
         x = torch.ones(SIZE, requires_grad=True)
         with saving():
@@ -736,27 +734,9 @@ def test_ctrl_c_after_any_call_leaves_nothing_locked_or_changed(saving):
         loss.backward()
         return x.grad
 
-    def interrupt(frame, event, arg):
-        nonlocal seen
-        name = frame.f_globals.get("__name__", "")
-        if event in ("return", "c_return") and name.startswith(("nvmeio", "contextlib")):
-            seen += 1
-            if seen > passed:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    expected = step()
-    for passed in itertools.count():
-        seen = 0
-        sys.setprofile(interrupt)
-        try:
-            step()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        if seen <= passed:
-            break
+    expected, runs = step(), 0
+    for _ in interrupted_after_each_call(step, ("nvmeio", "contextlib")):
+        runs += 1
         assert torch.is_grad_enabled()
         assert torch._C._is_torch_function_enabled()
         assert not torch.is_inference_mode_enabled()
@@ -764,7 +744,7 @@ def test_ctrl_c_after_any_call_leaves_nothing_locked_or_changed(saving):
             # torch's saved_tensors_hooks() was interrupted.
             torch._C._autograd._pop_saved_tensors_default_hooks()
         assert torch.equal(step(), expected)
-    assert passed > 100
+    assert runs > 100
 
 
 def test_a_context_can_be_entered_again(saving):

@@ -3,11 +3,9 @@
 import errno
 import gc
 import io
-import itertools
 import os
 import pickle
 import re
-import sys
 import weakref
 import zipfile
 
@@ -21,7 +19,7 @@ from torch.utils.serialization import config
 
 import nvmeio
 import nvmeio.torch
-from helpers import MIB
+from helpers import MIB, interrupted_after_each_call
 from nvmeio.torch import serialization
 from nvmeio.torch._saving import errors_of
 from workloads.common import Faults
@@ -437,30 +435,13 @@ def test_ctrl_c_after_any_call_is_raised(tmp_path, way):
     }[way]
     call()
 
-    def interrupt(frame, event, arg):
-        nonlocal seen
-        if event in ("return", "c_return"):
-            seen += 1
-            if seen > passed:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
     child = os.fork()
     if not child:
         # What is raised in a destructor of other tests' garbage goes nowhere.
         gc.disable()
         try:
-            for passed in itertools.count():
-                seen = 0
-                sys.setprofile(interrupt)
-                try:
-                    call()
-                except KeyboardInterrupt:
-                    continue
-                finally:
-                    sys.setprofile(None)
-                # It has ended before that many calls, or lost what was raised.
-                os._exit(0 if seen <= passed and passed > 100 else 1)
+            raised = list(interrupted_after_each_call(call))
+            os._exit(0 if all(raised) and len(raised) > 100 else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
