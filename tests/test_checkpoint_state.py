@@ -395,7 +395,11 @@ IMAGES = torch.arange(4 * 3 * 5 * 2.0).reshape(4, 3, 5, 2)
 LAYOUTS = {
     "channels_last": IMAGES.to(memory_format=torch.channels_last),
     "channels_last of one": IMAGES[:, :1].to(memory_format=torch.channels_last),
+    "channels_last_3d of one": IMAGES[:, None].to(memory_format=torch.channels_last_3d),
     "transposed": IMAGES[0, 0].t(),
+    "row, transposed": torch.arange(6.0)[None].t(),
+    "row of any stride": torch.arange(6.0).as_strided((1, 6), (2**40, 1)),
+    "row of stride 0": torch.arange(6.0).as_strided((1, 6), (0, 1)),
     "permuted pairs": torch.view_as_complex(IMAGES).permute(2, 0, 1),
     "parts of rows": IMAGES.permute(1, 0, 3, 2)[1:, :2, 1:, ::2],
     "contiguous": IMAGES[1],
@@ -430,6 +434,13 @@ def test_elements_keep_their_order_in_memory(monkeypatch, checkpointer, value, w
     target = zeros(value)
     checkpointer.restore(1, into={"x": target})
     assert bool((target == value).all())
+
+
+def test_a_view_with_more_bytes_between_rows_than_64_bits_hold(checkpointer):
+    """Of one row, whose stride may be any."""
+    base = torch.arange(6.0)
+    state = {"base": base, "view": base.as_strided((1, 6), (2**62, 1))}
+    assert same(through(checkpointer, state), state)
 
 
 TURNED = """

@@ -6,20 +6,44 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_sizes", "copy_to", "dense_strides", "may_overlap", "parts_of"]
-__all__ += ["without_fields"]
+__all__ = ["c_strides", "check_sizes", "copy_to", "is_dense", "may_overlap", "parts_of"]
+__all__ += ["in_bytes", "without_fields"]
 
 # How many columns of a transposed array are copied at a time, and how many bytes, at least.
 # Its rows are often a power of two apart, so that few of them fit into the CPU's cache.
 _COLUMNS, _BYTES = 64, 256 << 10
 
 
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides in elements of an array in C order without gaps."""
-    return tuple(
-        math.prod(max(extent, 1) for extent in shape[axis + 1 :])
-        for axis in range(len(shape))
-    )
+def c_strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """Return the strides of an array in C order without gaps, in elements or bytes."""
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def in_bytes(strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return strides of elements in bytes."""
+    # Where the extent is 1 a stride may be any, and more bytes than 64 bits hold.
+    found = (stride * itemsize for stride in strides)
+    return tuple(each if each < 1 << 63 else itemsize for each in found)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements fill their memory without gaps or overlap.
+
+    The strides are in elements; where the extent is 1 they may be any.
+    """
+    if 0 in shape:
+        return True
+    pairs = sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1)
+    expected = 1
+    for stride, extent in pairs:
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nvmeio._memory.strides import in_bytes
 from nvmeio._tensors.overlapping import Groups, Range, range_of
 
 __all__ = [
     "Place",
-    "c_strides",
     "is_in_c_order",
     "itemsize_of",
     "place_of",
@@ -49,7 +49,7 @@ def place_of(value: Any, leaf: Any = None) -> Place:
         value = value.detach()
         itemsize = value.element_size()
         device, address = str(value.device), start_of(value)
-        strides = tuple(stride * itemsize for stride in value.stride())
+        strides = in_bytes(value.stride(), itemsize)
         shape = tuple(value.shape)
     dense = is_in_c_order(value)
     if 0 in shape or not itemsize:
@@ -88,12 +88,3 @@ def is_in_c_order(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.flags.c_contiguous)
     return bool(value.is_contiguous() and not (value.is_conj() or value.is_neg()))
-
-
-def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the strides of elements in C order, in bytes."""
-    strides, step = [], itemsize
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))

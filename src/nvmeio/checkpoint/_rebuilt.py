@@ -92,7 +92,7 @@ def _part_of(
 
 def _strides_of(said: Any, part: Part) -> tuple[int, ...]:
     """Return strides; raise CheckpointError unless they only change the order."""
-    strides = _integers(said, "stride", 1)
+    strides = _integers(said, "stride", 0)
     reached = part.dtype.itemsize
     longer = (pair for pair in zip(strides, part.shape, strict=False) if pair[1] > 1)
     dense = len(strides) == len(part.shape) and part.view is None

@@ -15,6 +15,7 @@ from nvmeio._files.descriptors import FOLDER, Descriptor, closing, opened
 from nvmeio._files.kinds import MANIFEST, TENSORS
 from nvmeio._files.locks import in_child_close, unlock
 from nvmeio._files.paths import exists_now, leads_to
+from nvmeio._memory.strides import c_strides
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._safetensors.file import ModelFile
@@ -25,7 +26,7 @@ from nvmeio._streams.reading import in_pieces
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.frameworks import Framework, NumPy, Torch
 from nvmeio._tensors.memory import pieces_of
-from nvmeio._tensors.sharing import c_strides, is_in_c_order
+from nvmeio._tensors.sharing import is_in_c_order
 from nvmeio._tensors.targets import Filled, check_apart, check_target
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NotDamagedError
 from nvmeio.checkpoint._manifest import (

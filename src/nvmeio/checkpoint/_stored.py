@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._memory.deferred import Deferred
+from nvmeio._memory.strides import c_strides, in_bytes
 from nvmeio._tensors.dtypes import FORMAT_NAMES, header_shape, numpy_dtype
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio._tensors.memory import content_problem, moved_problem, storage_problem
 from nvmeio._tensors.overlapping import MemoryAt
 from nvmeio._tensors.sharing import (
     Place,
-    c_strides,
     itemsize_of,
     place_of,
     sharing,
@@ -355,14 +355,15 @@ def _dense_strides(value: Any) -> tuple[int, ...]:
             return ()
         strides: tuple[int, ...] = np.empty_like(value, order="K", subok=False).strides
         return strides
-    # Compared exactly: a dimension of 1 alone can make a tensor channels_last.
-    ordered = c_strides(shape, 1)
-    if value.stride() == ordered:
+    # Compared exactly: an extent of 1 alone can make a tensor channels_last, or choose the
+    # order in which a product is summed.
+    found: tuple[int, ...] = value.stride()
+    if found == (ordered := c_strides(shape)):
         return ()
-    torch = sys.modules["torch"]
-    like = torch.empty_strided(shape, value.stride(), dtype=torch.uint8, device="meta")
-    found: tuple[int, ...] = torch.empty_like(like).stride()
-    return () if found == ordered else tuple(stride * itemsize for stride in found)
+    if not isinstance(value, Deferred):
+        # On the meta device, which needs no memory.
+        found = sys.modules["torch"].empty_like(value, device="meta").stride()
+    return () if found == ordered else in_bytes(found, itemsize)
 
 
 def _key(node: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio._files.paths import absolute
-from nvmeio._memory.strides import dense_strides
+from nvmeio._memory.strides import c_strides
 from nvmeio._native.interrupts import Finalizer
 from nvmeio._tensors.memory import content_problem
 from nvmeio.torch._bits import opaque
@@ -219,7 +219,7 @@ class _Saved:
             nbytes = _span(self.shape, self.strides) * self.dtype.itemsize
             memory = memory_of(nbytes, data.device, self.slot.lead)
             first = memory.storage_offset() // self.dtype.itemsize
-            dense = _over(data, self.dtype, start, shape, dense_strides(shape))
+            dense = _over(data, self.dtype, start, shape, c_strides(shape))
             opaque(_over(memory, self.dtype, first, shape, self.strides)).copy_(
                 opaque(dense)
             )
@@ -291,7 +291,7 @@ class _Saver:
             lead = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize * tensor.itemsize
             data = memory_of(nbytes, tensor.device, lead)
             first = data.storage_offset() // tensor.itemsize
-            dense = _over(data, tensor.dtype, first, layout[0], dense_strides(layout[0]))
+            dense = _over(data, tensor.dtype, first, layout[0], c_strides(layout[0]))
             opaque(dense).copy_(opaque(source))
             slot = self.file.write(data, tensor, lead, part)
         return _Saved(self.file, slot, tensor, 0, gaps)

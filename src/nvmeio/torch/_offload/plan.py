@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._arguments.units import in_binary
+from nvmeio._memory.strides import is_dense
 from nvmeio._native.file import File
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "StateLayout",
     "Window",
     "flat",
-    "is_dense",
     "is_ordered_as",
     "pages",
     "segments_of",
@@ -49,18 +49,6 @@ PART_ELEMENTS = 1 << 14
 def pages(nbytes: int) -> int:
     """Round a size up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory without gaps or overlap."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent == 1:
-            continue
-        if stride != expected:
-            return False
-        expected = stride * extent
-    return True
 
 
 def is_ordered_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -233,7 +221,7 @@ def _parts_of(
         states = len(names) * pages(elements * itemsize)
         return budget.fits(states, [elements * itemsize])
 
-    may_split = may_split and is_dense(param)
+    may_split = may_split and is_dense(param.shape, param.stride())
     most = max(WINDOW_BYTES // max(len(names), 1) // itemsize, PART_ELEMENTS)
     if count <= most and fits(count):
         yield 0, count

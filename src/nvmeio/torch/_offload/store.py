@@ -16,6 +16,7 @@ from nvmeio._files.folders import make_folders
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute_folder, leads_to
 from nvmeio._memory.heap import give_back
+from nvmeio._memory.strides import is_dense
 from nvmeio._native.file import File, owned
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
@@ -31,7 +32,6 @@ from nvmeio.torch._offload.plan import (
     StateLayout,
     Window,
     flat,
-    is_dense,
     is_ordered_as,
     pages,
 )
@@ -388,10 +388,10 @@ def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
             piece.shape, piece.stride, dtype=value.dtype, device="cpu"
         )
         alike = value.shape == piece.shape and not is_ordered_as(value, ordered)
-        if alike and is_dense(ordered):
+        if alike and is_dense(piece.shape, piece.stride):
             return ordered.copy_(value)
         value = value.cpu()
-        return value if is_dense(value) else value.contiguous()
+        return value if is_dense(value.shape, value.stride()) else value.contiguous()
     if value.stride() == piece.stride:
         return flat(value)[piece.begin : piece.end].cpu()
     # numpy's flat iterator copies only the part; as bits, because numpy lacks bfloat16.

@@ -7,7 +7,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from nvmeio._memory.strides import dense_strides
+from nvmeio._memory.strides import c_strides
 from nvmeio._tensors.torch_files import SavedTensor, content_of, entries_of, unpickled
 
 __all__ = [
@@ -101,7 +101,7 @@ def stored_in(ends: Ends) -> Located | None:
     shape, strides = tensor.shape, tensor.strides
     # Of extents of 1 the strides say nothing.
     axes = sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] != 1))
-    dense = dense_strides([shape[axis] for axis in axes])
+    dense = c_strides([shape[axis] for axis in axes])
     pairs = zip(axes, dense, strict=True)
     if end > entry.file_size or any(
         shape[axis] != 1 and strides[axis] != stride for axis, stride in pairs
