@@ -4,9 +4,9 @@
  * Each mount keeps attributes, names, names that are not there, and lists of folders
  * for SECONDS, whatever other mounts of FOLDER change.  Opening a file asks for its
  * attributes again and drops its cached pages (close-to-open), and closing it writes
- * them.  What was removed gives ESTALE.  flock(2) is served; folders cannot be
- * exchanged, and there are no files without a name.  The process unmounts and ends at
- * the end of its standard input.
+ * them.  What was removed gives ESTALE.  flock(2) is served, an exclusive one only for a
+ * descriptor open for writing; folders cannot be exchanged, and there are no files
+ * without a name.  The process unmounts and ends at the end of its standard input.
  */
 #define FUSE_USE_VERSION 34
 #define _GNU_SOURCE
@@ -345,7 +345,11 @@ static void op_flock(fuse_req_t request, fuse_ino_t ino, struct fuse_file_info *
                      int how)
 {
     (void)ino;
-    fuse_reply_err(request, flock((int)file->fh, how) < 0 ? errno : 0);
+    int flags = fcntl((int)file->fh, F_GETFL);
+    if ((how & LOCK_EX) && (flags & O_ACCMODE) == O_RDONLY)
+        fuse_reply_err(request, EBADF);
+    else
+        fuse_reply_err(request, flock((int)file->fh, how) < 0 ? errno : 0);
 }
 
 static void op_opendir(fuse_req_t request, fuse_ino_t ino, struct fuse_file_info *file)

@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from helpers import become_host
 from nvmeio._files import locks
+from nvmeio._publish.files import new_file
 from nvmeio._publish.names import _host, final_name, temporary_name
 from nvmeio._safetensors import places, replacing, turns
 from nvmeio.safetensors import SafetensorError, load_sharded, save_sharded
@@ -190,6 +192,28 @@ def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     names = {"model-00001-of-00001.safetensors", INDEX, "mine.txt"}
     assert {*os.listdir(tmp_path)} == names
     assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+@pytest.mark.parametrize("mount", ["local", "NFS"])
+def test_what_another_host_writes_is_left(tmp_path, monkeypatch, mount):
+    with monkeypatch.context() as patch:
+        become_host(patch, "another")
+        path = tmp_path / temporary_name("model-00001-of-00002.safetensors")
+    lock = fcntl.flock
+
+    def as_nfs(descriptor, kind):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if kind & fcntl.LOCK_EX and flags & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "an exclusive lock needs a file open for writing")
+        lock(descriptor, kind)
+
+    if mount == "NFS":
+        monkeypatch.setattr(fcntl, "flock", as_nfs)
+    with new_file(os.fspath(path)):
+        save(tmp_path, state_of(1))
+        assert path.exists()
+    save(tmp_path, state_of(1))
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("limit", ["1KB", "5GB"])

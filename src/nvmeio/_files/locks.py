@@ -270,13 +270,20 @@ def is_of_a_lock(descriptor: int) -> bool:
 
 def is_locked(descriptor: int) -> bool:
     """Lock a file or folder; return whether another has locked it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # The file system cannot lock it.
-        return False
+    # NFS grants an exclusive lock only on a descriptor open for writing.
+    for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if error.errno is None:
+                # A signal handler raised it.
+                raise
+            return True
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                # The file system cannot lock it.
+                break
     return False
 
 
