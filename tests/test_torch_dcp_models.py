@@ -245,7 +245,8 @@ def test_no_reader_takes_files_of_two_saves_for_one(tmp_path, old, new, limit, b
     )
     kills = 0
     while True:
-        folder = tmp_path / str(kills)
+        # A folder may be called like a file.
+        folder = tmp_path / f"{kills}.safetensors"
         if before == "sharded":
             save_sharded(first, folder, 800)
         elif before == "one":
@@ -272,6 +273,21 @@ def test_no_reader_takes_files_of_two_saves_for_one(tmp_path, old, new, limit, b
     assert kills > 1
     assert same(load_sharded(folder), second)
     assert same(load(folder, zeroed(second)), second)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_the_mark_of_a_killed_save_goes_with_its_files(tmp_path, others):
+    """Another file may be one of them."""
+    mapping = {"a": 1, "b": 2}
+    first, second, third = (dict.fromkeys("ab", torch.full((9,), n)) for n in (1, 2, 3))
+    save(tmp_path, first, fqn_to_index_mapping=mapping)
+    assert is_killed(3, save, tmp_path, second, fqn_to_index_mapping=mapping)
+    assert (tmp_path / INDEX).read_bytes() == places.REPLACING
+    if others:
+        safetensors.torch.save_file({"other": torch.zeros(9)}, tmp_path / "o.safetensors")
+    save(tmp_path, third, save_distributed=True)
+    assert same(load(tmp_path, zeroed(third)), third)
+    assert (tmp_path / INDEX).exists() == others
 
 
 def is_killed(number, save, *args, **options):

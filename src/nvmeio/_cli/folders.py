@@ -65,7 +65,7 @@ def models_in(path: str) -> dict[str, Any]:
     problems: list[str] = []
     places: dict[str, str] = {}
     said: Any = None
-    if path.endswith(INDEX_END):
+    if not os.path.isdir(path):
         folder, indices = os.path.dirname(path) or ".", [os.path.basename(path)]
         names = []
     else:

@@ -89,7 +89,7 @@ def leading_in(names: list[str]) -> list[str]:
 
 def leading_to(path: str) -> str:
     """Return the path of the index or the file by which a model is loaded."""
-    if path.endswith(".safetensors") or not os.path.isdir(path):
+    if not os.path.isdir(path):
         return path
     entries = sorted(os.listdir(path))
     leading = leading_in(entries)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from nvmeio._files.descriptors import ask_anew, best_effort, open_regular
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.kinds import INDEX_END
 from nvmeio._files.paths import synced_folder
 from nvmeio._files.times import ambiguous_s
 from nvmeio._publish.files import replace_file
@@ -214,7 +213,11 @@ def _leads_to(index: str, names: set[str]) -> bool:
     try:
         return not names.isdisjoint(read_index(index)[0].values())
     except (OSError, SafetensorError):
-        return False
+        if _contents(index) != REPLACING:
+            return False
+    # A save did not finish, of whose files there may be none any more.
+    there = {*os.listdir(os.path.dirname(index))}
+    return not any(name.endswith(".safetensors") for name in there - names)
 
 
 def of_one_save(path: str) -> Callable[[], None]:
@@ -224,8 +227,7 @@ def of_one_save(path: str) -> Callable[[], None]:
     changes the index before the first of several files gets its name.  `path` is that of
     the index, of a model in one file, or of a folder with an index.
     """
-    is_file = path.endswith((INDEX_END, ".safetensors"))
-    index = path if is_file else os.path.join(path, INDEX_NAME)
+    index = os.path.join(path, INDEX_NAME) if os.path.isdir(path) else path
     before = _version(index)
     if before is not None:
         time.sleep(ambiguous_s(before[1]))
