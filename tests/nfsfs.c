@@ -4,8 +4,8 @@
  * Each mount keeps attributes, names, names that are not there, and lists of folders
  * for SECONDS, whatever other mounts of FOLDER change.  Opening a file asks for its
  * attributes again and drops its cached pages (close-to-open), and closing it writes
- * them.  What was removed gives ESTALE.  flock(2) is served, an exclusive one only for a
- * descriptor open for writing; folders cannot be exchanged, and there are no files
+ * them.  What was removed gives ESTALE.  flock(2) is served, an exclusive one only for
+ * a descriptor open for writing; folders cannot be exchanged, and there are no files
  * without a name.  The process unmounts and ends at the end of its standard input.
  */
 #define FUSE_USE_VERSION 34

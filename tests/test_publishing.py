@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -423,6 +424,42 @@ def test_without_proc_files_are_replaced_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "link", None)
     nvmeio.save(tmp_path / "data.npy", NEW)
     assert np.array_equal(nvmeio.load(tmp_path / "data.npy"), NEW)
+
+
+@pytest.mark.parametrize("at", ["created", "opened", "locked"])
+def test_a_file_that_another_host_takes_for_a_dead_ones_is_made_anew(
+    tmp_path, monkeypatch, at
+):
+    """As on NFS, where files have names from the beginning; and it removes one only."""
+    from nvmeio._publish import files
+
+    open_for_writing, lock, paths = files.open_for_writing, fcntl.flock, []
+
+    def opening(path):
+        paths.append(path)
+        if at == "created" and len(paths) == 1:
+            os.unlink(path)
+        file = open_for_writing(path)
+        if at == "opened" and len(paths) == 1:
+            os.unlink(path)
+        return file
+
+    def locking(descriptor, kind):
+        with open(paths[0] if at == "locked" else os.devnull) as other:
+            if len(paths) == 1:
+                lock(other, fcntl.LOCK_SH)
+            lock(descriptor, kind)
+
+    def no_unnamed(folder):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(files, "open_unnamed", no_unnamed)
+    monkeypatch.setattr(files, "open_for_writing", opening)
+    monkeypatch.setattr(fcntl, "flock", locking)
+    nvmeio.save(tmp_path / "data.npy", NEW)
+    assert len(paths) == 2
+    assert np.array_equal(nvmeio.load(tmp_path / "data.npy"), NEW)
+    assert os.listdir(tmp_path) == ["data.npy"]
 
 
 def test_a_folder_that_is_too_deep_is_left(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -10,8 +9,9 @@ from typing import Any
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, best_effort, cut, opened
-from nvmeio._files.paths import exists, mount_of, naming, resolved, synced_folder
+from nvmeio._files.descriptors import FOLDER, ask_anew, cut, opened
+from nvmeio._files.locks import is_locked
+from nvmeio._files.paths import exists, leads_to, mount_of, naming, resolved, synced_folder
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File, open_for_writing, open_unnamed, owned
 from nvmeio._publish.attributes import become_like
@@ -97,6 +97,8 @@ def replace_file(buffer: Any, path: Path, *, sync: bool, read_only: bool = False
             file.fsync()
 
 
+# How often a file is made anew that another host has removed.
+_TRIES = 10
 # The file system has no O_TMPFILE, or no files open for reading and writing.
 _UNNAMED_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 
@@ -108,11 +110,24 @@ def _check_proc() -> None:
 
 
 def new_file(path: str, mode: int = 0o666) -> File:
-    """Create a file with a temporary name, and no right that is not in a mode."""
-    new_empty(path, mode)
-    file = open_for_writing(path)
-    show_use(file)
-    return file
+    """Create a file with a temporary name, and no right that is not in a mode.
+
+    Until it is locked, another host may remove it, as one that a dead process has left.
+    """
+    for _ in range(_TRIES):
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as made:
+            try:
+                file = open_for_writing(path)
+                is_locked_here = show_use(file)
+                ask_anew(os.path.dirname(path) or ".")
+                if is_locked_here and leads_to(path, made):
+                    return file
+                file.close()
+                os.unlink(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+    raise OSError(errno.ESTALE, f"it was removed {_TRIES} times while it was made", path)
 
 
 def new_empty(path: str, mode: int) -> None:
@@ -133,13 +148,12 @@ def unnamed_file(folder: str) -> File:
         return owned(File(path, "r+"))
 
 
-def show_use(file: File) -> None:
+def show_use(file: File) -> bool:
     """Lock a file with a temporary name, whose process may be unknown in other containers.
 
-    ``remove_left`` leaves it alone.
+    ``remove_left`` leaves it alone.  Return False if another has locked it, to remove it.
     """
-    with best_effort():
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return not is_locked(file.fileno())
 
 
 def _in_folder(create: Callable[[], File]) -> File:

@@ -45,6 +45,8 @@ __all__ = ["load_sharded", "save_sharded"]
 
 # For each file being written: one with O_DIRECT, one without, and one of its folder.
 DESCRIPTORS = 3
+# For the lock and the index of a save.
+OTHERS = 5
 
 
 def load_sharded(
@@ -319,8 +321,9 @@ def _require_descriptors(files: int, folder: str) -> None:
     if not os.path.isdir("/proc/self/fd"):
         return
     free = limit - len(os.listdir("/proc/self/fd"))
-    if limit != resource.RLIM_INFINITY and DESCRIPTORS * files > free:
-        words = f"{DESCRIPTORS * files} descriptors are needed for {files} files"
+    needed = DESCRIPTORS * files + OTHERS
+    if limit != resource.RLIM_INFINITY and needed > free:
+        words = f"{needed} descriptors are needed for {files} files"
         words += f", but {free} are free (ulimit -n is {limit}); raise it, or use larger "
         words += "files (max_shard_size)"
         raise OSError(errno.EMFILE, words, folder)
