@@ -30,7 +30,7 @@ import nvmeio
 from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
-from nvmeio._files import paths
+from nvmeio._files import locks, paths
 from nvmeio._publish import folders
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host, temporary_name
@@ -1487,6 +1487,28 @@ class TestLocks:
             monkeypatch.setattr(_roots, "set_aside", set_aside_late)
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    @pytest.mark.parametrize("where", ["root", "drain_to"])
+    def test_another_users_lock_is_taken_in_a_sticky_folder(self, root, monkeypatch, where):
+        """Linux refuses O_CREAT for it, if so set, also to root."""
+        opened, far = locks.opened, root if where == "drain_to" else None
+        here = root.parent / "here" if far else root
+
+        def refusing(path, flags, *args):
+            if flags & os.O_CREAT and os.path.exists(path) and os.stat(path).st_uid:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return opened(path, flags, *args)
+
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, 1)
+        os.chmod(root, 0o1777)
+        for path in (root, *root.rglob("*")):
+            os.chown(path, 1000, 1000)
+        monkeypatch.setattr(locks, "opened", refusing)
+        with Checkpointer(here, drain_to=far) as checkpointer:
+            checkpointer.save(2, 2)
+        assert Checkpointer(root).restore() == 2
 
     def test_a_forked_child_does_not_keep_a_readers_lock(self, root):
         with Checkpointer(root, keep=1) as checkpointer:

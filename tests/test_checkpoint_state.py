@@ -943,7 +943,7 @@ class TestInto:
         assert not any(each.any() for each in kept)
 
     def test_parts_of_a_state_are_restored(self, checkpointer):
-        checkpointer.save(1, self.STATE)
+        checkpointer.save(1, self.STATE | {"turned": torch.ones(2, 3).t()})
         found = checkpointer.restore(names=["model/b", "lr"])
         assert same(found, {"model": {"b": torch.ones(2)}, "lr": 0.1})
         into = {"model": {"b": torch.zeros(2)}}
@@ -959,6 +959,7 @@ class TestInto:
             (["model/c", "lr"], KeyError, "nothing named model/c; model has a, b"),
             (["model", "model/c"], KeyError, "nothing named model/c; model has a, b"),
             (["models"], KeyError, "named models; its state has model, "),
+            (["turned", "models"], KeyError, "named models; its state has model, "),
             (["lr/0"], KeyError, "lr is not a dict"),
             (["list/0"], KeyError, "is a list, .* whole list, 'list'"),
             ("lr", TypeError, "iterable of names"),

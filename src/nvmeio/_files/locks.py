@@ -119,7 +119,20 @@ class WriterLock(_Lock):
         return True
 
     def _open(self) -> Descriptor:
-        return opened(self.path, LOCK_FLAGS | os.O_CREAT)
+        # With O_CREAT, Linux may refuse another user's file in a sticky folder.
+        for _ in range(2):
+            with contextlib.suppress(FileNotFoundError):
+                return opened(self.path, LOCK_FLAGS)
+            if (made := self._create()) is not None:
+                return made
+        # Who had it has removed it.
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.path)
+
+    def _create(self) -> Descriptor | None:
+        """Create and open the file; return None if it is there."""
+        with contextlib.suppress(FileExistsError):
+            return opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL)
+        return None
 
     @property
     def has_name(self) -> bool:

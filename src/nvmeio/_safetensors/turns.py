@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
-from nvmeio._files.locks import LOCK_FLAGS, WriterLock, holder_text, is_of_a_lock
+from nvmeio._files.locks import WriterLock, holder_text, is_of_a_lock
 from nvmeio._files.paths import counts_links
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.files import link
@@ -92,22 +92,12 @@ class _SharedLock(WriterLock):
     root saves for.
     """
 
-    def _open(self) -> Descriptor:
-        # With O_CREAT, Linux may refuse another user's file in a sticky folder.
-        for _ in range(2):
-            with contextlib.suppress(FileNotFoundError):
-                return opened(self.path, LOCK_FLAGS)
-            if not self._make():
-                break
-        else:
-            # Who had it has removed it.
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self.path)
+    def _create(self) -> Descriptor | None:
+        if self._make():
+            return None
         # Where files have one name only.
-        try:
-            made = opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return opened(self.path, LOCK_FLAGS)
-        self._share(made.number)
+        if (made := super()._create()) is not None:
+            self._share(made.number)
         return made
 
     def _make(self) -> bool:

@@ -271,7 +271,9 @@ def decode(
     missing = [name for name in sorted(wanted.missing) if not _has(found, name, keys_of)]
     if missing:
         words = f"the checkpoint has nothing named {', '.join(missing)}"
-        raise KeyError(f"{words}; {_beside(decoder.value(tree, ()), missing[0])}")
+        # Not by `leaf`, which has seen what is wanted.
+        whole = _Decoder(lambda node, path: None).value(tree, ())
+        raise KeyError(f"{words}; {_beside(whole, missing[0])}")
     return found
 
 
