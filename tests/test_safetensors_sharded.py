@@ -31,12 +31,12 @@ from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
 from nvmeio._files import locks, paths
+from nvmeio._publish.claims import Claim
 from nvmeio._safetensors import replacing, turns, writing
 from nvmeio._safetensors.file import ModelFile
 from nvmeio.checkpoint import _draining
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from nvmeio.torch.dcp._writing import Claim
 
 INDEX = "model.safetensors.index.json"
 

@@ -40,7 +40,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import nvmeio
 from helpers import pairs_of_one_hash
 from nvmeio._files import paths
-from nvmeio._publish import names
+from nvmeio._publish import claims, names
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -608,13 +608,13 @@ def test_a_claim_from_the_future_blocks_no_save(tmp_path, monkeypatch, ahead):
 
 
 def test_files_of_a_checkpoint_stay_if_only_its_folder_is_not_synced(tmp_path, monkeypatch):
-    rename = _writing.rename
+    rename = claims.rename
 
     def rename_and_break(*arguments):
         rename(*arguments)
-        monkeypatch.setattr(_writing, "sync_folder", lambda folder: 1 / 0)
+        monkeypatch.setattr(claims, "sync_folder", lambda folder: 1 / 0)
 
-    monkeypatch.setattr(_writing, "rename", rename_and_break)
+    monkeypatch.setattr(claims, "rename", rename_and_break)
     with pytest.raises(CheckpointException, match="division"):
         save(tmp_path, state_of(1))
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))

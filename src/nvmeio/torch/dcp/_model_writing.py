@@ -31,6 +31,7 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import exists, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
+from nvmeio._publish.claims import Claim, log_left, remove_unneeded
 from nvmeio._publish.files import new_empty
 from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
@@ -60,14 +61,7 @@ from nvmeio.default import default_handle
 from nvmeio.torch.dcp._archives import Located
 from nvmeio.torch.dcp._model_reading import Files, cover, stored_of
 from nvmeio.torch.dcp._reading import nelements
-from nvmeio.torch.dcp._writing import (
-    Claim,
-    OfThread,
-    is_told_first,
-    like,
-    log_left,
-    remove_unneeded,
-)
+from nvmeio.torch.dcp._writing import OfThread, is_told_first, like
 
 __all__ = ["HuggingFaceStorageWriter"]
 
