@@ -737,6 +737,45 @@ def test_a_copy_that_fails_in_the_middle_is_no_mixture(tmp_path, monkeypatch, th
     assert bits(load_sharded(target)) == bits(new)
 
 
+@pytest.mark.parametrize("at", ["model-00001-of-00004.safetensors", INDEX])
+@pytest.mark.parametrize("way", ["save_sharded", "dcp"])
+def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
+    """Here the save waits, no longer than it may; then the drain does."""
+    source, target = tmp_path / "model", tmp_path / "copy"
+    states = [{n: torch.full((1000,), v) for n in "abcd"} for v in (1.0, 2.0, 3.0)]
+    save_sharded(states[0], target, 4000)
+    save_sharded(states[1], source, 4000)
+    monkeypatch.setattr(turns, "PATIENCE_S", 0)
+    copy, tried = _draining.Drain._copy_once, []
+
+    def put():
+        if way == "save_sharded":
+            save_sharded(states[2], target, 4000)
+        else:
+            mapping = {name: number for number, name in enumerate("abcd", 1)}
+            writer = HuggingFaceStorageWriter(target, fqn_to_index_mapping=mapping)
+            checkpoint.save(dict(states[2]), storage_writer=writer, no_dist=True)
+
+    def beside(self, name):
+        if name == at:
+            with pytest.raises((FileExistsError, CheckpointException), match="names its"):
+                put()
+            tried.append(name)
+        copy(self, name)
+
+    with turns.alone_in(target), pytest.raises(FileExistsError, match="names its files"):
+        nvmeio.checkpoint.drain(source, target).result()
+    assert bits(load_sharded(target)) == bits(states[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(_draining.Drain, "_copy_once", beside)
+        nvmeio.checkpoint.drain(source, target).result()
+    assert tried == [at]
+    assert bits(load_sharded(target)) == bits(states[1])
+    put()
+    assert bits(load_sharded(target)) == bits(states[2])
+    assert not [name for name in os.listdir(target) if name.startswith(".")]
+
+
 def in_order(numbers):
     """A method that takes the files of a model in this order, and none after the last."""
     left = [f"model-0000{number}-of-00004.safetensors" for number in numbers]

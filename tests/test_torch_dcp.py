@@ -41,6 +41,7 @@ import nvmeio
 from helpers import pairs_of_one_hash
 from nvmeio._files import paths
 from nvmeio._publish import claims, names
+from nvmeio.checkpoint import _draining, _places, drain
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -1330,3 +1331,52 @@ def test_a_subclass_that_has_memory_is_saved_as_a_plain_tensor(tmp_path):
     save(tmp_path, {"y": torch.ones(4).as_subclass(Named)})
     for reader in ("nvmeio", "torch"):
         assert load(tmp_path, {"y": torch.zeros(4)}, reader)["y"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("at", ["shard", ".metadata", "commit"])
+def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, there, at):
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, state_of(1), thread_count=2)
+    if there:
+        shutil.copytree(source, target)
+        save(source, state_of(2), thread_count=2)
+    copy, finish, done = _draining.Drain._copy_once, _places._FolderWriter.finish, []
+
+    def beside():
+        if not done:
+            done.append(at)
+            save(target, state_of(3))
+
+    def copying(self, name):
+        if at != "commit" and (name == ".metadata") == (at == ".metadata"):
+            beside()
+        copy(self, name)
+
+    def finishing(self):
+        if at == "commit" and self.target.endswith(".metadata"):
+            beside()
+        finish(self)
+
+    monkeypatch.setattr(_draining, "PAUSE_S", 0)
+    monkeypatch.setattr(_draining.Drain, "_copy_once", copying)
+    monkeypatch.setattr(_places._FolderWriter, "finish", finishing)
+    with pytest.raises(FileExistsError, match="begun meanwhile"):
+        drain(source, target).result()
+    assert done == [at]
+    assert same(load(target, zeroed(state_of(3))), state_of(3))
+    assert not [name for name in os.listdir(target) if name.endswith("nvmeio-tmp")]
+
+
+def test_a_save_that_began_before_a_drain_fails(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, state_of(1))
+
+    class Late(ours.FileSystemWriter):
+        def finish(self, **results):
+            drain(source, target).result()
+            super().finish(**results)
+
+    with pytest.raises(CheckpointException, match="begun meanwhile"):
+        dcp.save(state_of(2), storage_writer=Late(target), no_dist=True)
+    assert same(load(target, zeroed(state_of(1))), state_of(1))

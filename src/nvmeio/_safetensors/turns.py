@@ -20,12 +20,12 @@ from nvmeio._publish.names import (
     temporary_name,
 )
 
-__all__ = ["alone_in"]
+__all__ = ["LOCK", "alone_in"]
 
 # How long a save waits until another one has named its files.
 PATIENCE_S = 60
 # A file, because no server of files knows who has locked a folder.
-_LOCK, _LOCK_OF = ".nvmeio-save", ("a save of a model", "save of a model names its files")
+LOCK, _LOCK_OF = ".nvmeio-save", ("a save of a model", "save of a model names its files")
 # What is said where there are no locks, or no files open for reading and writing.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -40,7 +40,7 @@ def alone_in(folder: str) -> Iterator[None]:
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
         yield
         return
-    lock = _SharedLock(folder, _LOCK, *_LOCK_OF)
+    lock = _SharedLock(folder, LOCK, *_LOCK_OF)
     end = time.monotonic() + PATIENCE_S
     try:
         while not _took(lock, end):

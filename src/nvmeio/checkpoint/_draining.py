@@ -29,6 +29,7 @@ from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
 from nvmeio._safetensors.places import INDEX_NAME, REPLACING
 from nvmeio._safetensors.replacing import require_whole
+from nvmeio._safetensors.turns import LOCK
 from nvmeio._tensors.errors import SafetensorError
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._futures import DRAINING, ToldFuture, start_thread
@@ -135,9 +136,13 @@ def drain(
     Notes
     -----
     Up to four files are copied at once.  Each is synced, read back and compared by
-    checksum, and only then gets its name (at a URL it has its name at once).  Nothing is
-    locked, so that several ranks can drain to one folder: no two drains may write the same
-    files.
+    checksum, and only then gets its name (at a URL it has its name at once).
+
+    Several ranks can drain to one folder, but no two drains may write the same files, and
+    nobody may save there meanwhile.  In a folder, the drain of a model with an index waits
+    for a save that names its files, and fails after 60 s; saves to it, and other drains of
+    such a model, wait for the drain in the same way.  The drain of a checkpoint with
+    ``.metadata`` makes a save fail that began before it, and fails if one begins after it.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
@@ -242,6 +247,9 @@ class Drain:
         self._old_last = {os.path.join(f, mark) for f in folders for mark in marks}
         self._old_last.update(self.last)
         self._marked_missing: set[str] = set()
+        # What keeps other writers away, and what raises if one has begun, by marking file.
+        self._holding = contextlib.ExitStack()
+        self._require_held: dict[str, Callable[[], None]] = {}
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -280,7 +288,8 @@ class Drain:
             if self._at_work:
                 return
         try:
-            self._finish()
+            with self._holding:
+                self._finish()
         except BaseException as error:
             self._fail(error)
         self._report()
@@ -298,7 +307,21 @@ class Drain:
             for folder, mode in self.folders.items():
                 self._try(folder, functools.partial(self.place.make, folder, mode))
                 self._try(folder, functools.partial(self.place.clean, folder, mine))
+            for name in self.last:
+                self._try(name, functools.partial(self._hold, name))
             self._made = True
+
+    def _hold(self, name: str) -> None:
+        held = self._holding.enter_context(self.place.holding(name))
+        self._require_held[name] = held
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether no other has begun to write what a file marks."""
+        try:
+            self._require_held[name]()
+        except FileExistsError:
+            return False
+        return True
 
     def _next(self) -> str | None:
         if self.future.cancelled():
@@ -328,7 +351,8 @@ class Drain:
         except BaseException:
             # Those that were written would mark the copy as complete.  Old ones fit what is
             # there, or they would have been removed.
-            self._invalidate([name for name in self.last if name not in self._old_last])
+            mine = [name for name in self.last if name not in self._old_last]
+            self._invalidate(filter(self._is_held, mine))
             raise
 
     def _compare_alike(self) -> None:
@@ -461,6 +485,8 @@ class Drain:
                         f"{nbytes} with {found:08x} were read back"
                     )
                 replace("commit")
+                if name in self._require_held:
+                    self._require_held[name]()
                 writer.commit()
                 self._old_last.discard(name)
 
@@ -480,6 +506,8 @@ class Drain:
         """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
             old = self._old_last.intersection(names)
+            for name in old.intersection(self._require_held):
+                self._require_held[name]()
             self._invalidate(old)
             self._old_last -= old
 
@@ -502,8 +530,8 @@ class Drain:
             writer.finish()
             writer.commit()
 
-    def _invalidate(self, names: Collection[str]) -> None:
-        for name in names:
+    def _invalidate(self, names: Iterable[str]) -> None:
+        for name in (names := list(names)):
             if os.path.basename(name) == INDEX_NAME and name in self._order:
                 self._mark(name)
             else:
@@ -616,7 +644,7 @@ def _files_below(source: str) -> tuple[dict[str, int], dict[str, tuple[int, int]
                 if stat.S_ISDIR(mode):
                     folders[name] = mode
                     left.append(name)
-                elif _REMOVED.fullmatch(entry.name):
+                elif _REMOVED.fullmatch(entry.name) or entry.name == LOCK:
                     continue
                 elif stat.S_ISREG(mode):
                     states[name] = _state_of(entry.stat())

@@ -20,11 +20,15 @@ import numpy as np
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._files.kinds import METADATA
 from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
+from nvmeio._publish.claims import Claim
 from nvmeio._publish.files import new_file, show_use
 from nvmeio._publish.names import final_name, is_unused, rename, temporary_name
+from nvmeio._safetensors.places import INDEX_NAME
+from nvmeio._safetensors.turns import alone_in
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
@@ -94,6 +98,12 @@ class Place(Protocol):
         """Write a file, which counts once it is committed.
 
         Nobody else has a right to it that is not in a mode; a store has its own rules.
+        """
+
+    def holding(self, name: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Keep others away that save what a file marks, or lose that to them.
+
+        Yield what raises FileExistsError if it is lost.
         """
 
     def abandon(self, name: str) -> None:
@@ -187,6 +197,19 @@ class Folder:
         # Not by fchmod(2), which a mount refuses whose files belong to another user.
         with temporary as path, new_file(path, mode & 0o666 | 0o600) as file:
             yield _FolderWriter(file, temporary, path, self.path(name))
+
+    @contextlib.contextmanager
+    def holding(self, name: str) -> Iterator[Callable[[], None]]:
+        path = self.path(name)
+        with contextlib.ExitStack() as stack:
+            if os.path.basename(path) == METADATA:
+                claim = Claim(path)
+                stack.callback(claim.remove)
+                yield claim.check
+                return
+            if os.path.basename(path) == INDEX_NAME:
+                stack.enter_context(alone_in(os.path.dirname(path)))
+            yield lambda: None
 
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
@@ -362,6 +385,10 @@ class Remote:
 
     def free_bytes(self) -> None:
         return None
+
+    def holding(self, name: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Do nothing: there are no locks."""
+        return contextlib.nullcontext(lambda: None)
 
     @contextlib.contextmanager
     def writing(self, name: str, mode: int) -> Iterator["_RemoteWriter"]:
