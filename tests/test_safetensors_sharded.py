@@ -34,7 +34,7 @@ from nvmeio._files import locks, paths
 from nvmeio._publish.claims import Claim
 from nvmeio._safetensors import replacing, turns, writing
 from nvmeio._safetensors.file import ModelFile
-from nvmeio.checkpoint import _draining
+from nvmeio.checkpoint import _draining, _places
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
@@ -763,8 +763,18 @@ def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
             tried.append(name)
         copy(self, name)
 
-    with turns.alone_in(target), pytest.raises(FileExistsError, match="names its files"):
-        nvmeio.checkpoint.drain(source, target).result()
+    holding, tries = _places.Folder.holding, []
+
+    def counted(self, name):
+        tries.append(name)
+        return holding(self, name)
+
+    with turns.alone_in(target), monkeypatch.context() as patch:
+        patch.setattr(_places.Folder, "holding", counted)
+        with pytest.raises(FileExistsError, match="names its files"):
+            nvmeio.checkpoint.drain(source, target).result()
+    # Not each thread waits.
+    assert tries == [INDEX]
     assert bits(load_sharded(target)) == bits(states[0])
     with monkeypatch.context() as patch:
         patch.setattr(_draining.Drain, "_copy_once", beside)

@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -1366,6 +1367,44 @@ def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, 
     assert done == [at]
     assert same(load(target, zeroed(state_of(3))), state_of(3))
     assert not [name for name in os.listdir(target) if name.endswith("nvmeio-tmp")]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_that_was_removed_beside_a_drain_is_missed(tmp_path, monkeypatch, there):
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, state_of(1))
+    if there:
+        shutil.copytree(source, target)
+    settle = _places.Folder.settle
+
+    def removing(self, folder):
+        for path in target.glob("*.distcp"):
+            path.unlink()
+        settle(self, folder)
+
+    monkeypatch.setattr(_places.Folder, "settle", removing)
+    with pytest.raises(FileExistsError, match="removed this file of the copy"):
+        drain(source, target).result()
+    assert (target / ".metadata").exists() == there
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])
+def test_a_copy_in_a_read_only_folder_is_found(tmp_path, mark):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("a.safetensors", mark):
+        (source / name).write_text(name)
+    drain(source, target).result()
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        copied = shutil.copytree(target, os.path.join(shared, "copy"))
+        os.chmod(shared, 0o755)
+        shutil.copytree(source, os.path.join(shared, "source"))
+        try:
+            os.seteuid(65534)
+            assert drain(os.path.join(shared, "source"), copied).result() > 0
+        finally:
+            os.seteuid(0)
 
 
 def test_a_save_that_began_before_a_drain_fails(tmp_path):

@@ -299,26 +299,36 @@ class Drain:
         with self._mutex:
             if self._made:
                 return
-            if not self._records:
-                # Files that replace these from now on must have other times.
-                times = [time_ns for _, time_ns in self._states.values()]
-                self._stop.wait(ambiguous_s(max(times, default=0)))
-            mine = set(map(short_name, self.sizes))
-            for folder, mode in self.folders.items():
-                self._try(folder, functools.partial(self.place.make, folder, mode))
-                self._try(folder, functools.partial(self.place.clean, folder, mine))
-            for name in self.last:
-                self._try(name, functools.partial(self._hold, name))
             self._made = True
+            try:
+                self._make_folders()
+                for name in self.last:
+                    self._try(name, functools.partial(self._hold, name))
+            except BaseException:
+                # Before the other threads go on.
+                self._stop.set()
+                raise
+
+    def _make_folders(self) -> None:
+        if not self._records:
+            # Files that replace these from now on must have other times.
+            times = [time_ns for _, time_ns in self._states.values()]
+            self._stop.wait(ambiguous_s(max(times, default=0)))
+        mine = set(map(short_name, self.sizes))
+        for folder, mode in self.folders.items():
+            self._try(folder, functools.partial(self.place.make, folder, mode))
+            self._try(folder, functools.partial(self.place.clean, folder, mine))
 
     def _hold(self, name: str) -> None:
-        held = self._holding.enter_context(self.place.holding(name))
-        self._require_held[name] = held
+        require_held = self._holding.enter_context(self.place.holding(name))
+        if require_held is not None:
+            self._require_held[name] = require_held
 
     def _is_held(self, name: str) -> bool:
         """Return whether no other has begun to write what a file marks."""
         try:
-            self._require_held[name]()
+            if name in self._require_held:
+                self._require_held[name]()
         except FileExistsError:
             return False
         return True
@@ -343,6 +353,7 @@ class Drain:
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
         self._look_at_source()
+        self._look_at_target()
         try:
             for name in self.last:
                 self._copy(name)
@@ -380,6 +391,16 @@ class Drain:
             ask_anew(path)
             if _state_of(os.stat(path)) != seen:
                 raise CheckpointError(f"{path} has changed while it was copied")
+
+    def _look_at_target(self) -> None:
+        """Raise FileExistsError if another has replaced or removed what was copied."""
+        for require_held in self._require_held.values():
+            require_held()
+        for name in self.sizes.keys() - set(self.last) if self._require_held else ():
+            if self.place.size(name) != self.sizes[name]:
+                words = "another process has replaced or removed this file of the copy"
+                where = f"{self.place.root.rstrip('/')}/{name}"
+                raise FileExistsError(errno.EEXIST, words, where)
 
     def _settle(self, folders: Iterable[str]) -> None:
         for folder in folders:

@@ -64,6 +64,9 @@ _OF_CREDENTIALS = (
 )
 
 
+_Check = Callable[[], None]
+
+
 class Writer(Protocol):
     """A file that is being written, before it has its name."""
 
@@ -100,10 +103,10 @@ class Place(Protocol):
         Nobody else has a right to it that is not in a mode; a store has its own rules.
         """
 
-    def holding(self, name: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def holding(self, name: str) -> contextlib.AbstractContextManager[_Check | None]:
         """Keep others away that save what a file marks, or lose that to them.
 
-        Yield what raises FileExistsError if it is lost.
+        Yield what raises FileExistsError if it is lost; None if nothing is held.
         """
 
     def abandon(self, name: str) -> None:
@@ -199,17 +202,21 @@ class Folder:
             yield _FolderWriter(file, temporary, path, self.path(name))
 
     @contextlib.contextmanager
-    def holding(self, name: str) -> Iterator[Callable[[], None]]:
-        path = self.path(name)
-        with contextlib.ExitStack() as stack:
-            if os.path.basename(path) == METADATA:
-                claim = Claim(path)
-                stack.callback(claim.remove)
+    def holding(self, name: str) -> Iterator[_Check | None]:
+        folder, base = os.path.split(self.path(name))
+        is_held = base in (METADATA, INDEX_NAME)
+        if not is_held or not os.access(folder, os.W_OK, effective_ids=True):
+            # In a folder that is read-only, nothing can be replaced.
+            yield None
+        elif base == INDEX_NAME:
+            with alone_in(folder):
+                yield lambda: None
+        else:
+            claim = Claim(self.path(name))
+            try:
                 yield claim.check
-                return
-            if os.path.basename(path) == INDEX_NAME:
-                stack.enter_context(alone_in(os.path.dirname(path)))
-            yield lambda: None
+            finally:
+                claim.remove()
 
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
@@ -386,9 +393,9 @@ class Remote:
     def free_bytes(self) -> None:
         return None
 
-    def holding(self, name: str) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def holding(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Do nothing: there are no locks."""
-        return contextlib.nullcontext(lambda: None)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def writing(self, name: str, mode: int) -> Iterator["_RemoteWriter"]:

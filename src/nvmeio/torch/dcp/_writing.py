@@ -252,6 +252,9 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         # the planner caches plans, and returns that of an earlier save.
         told = plan.storage_data
         if told.kept is not None and is_told_first(told.save):
+            if self._save.claim is not None:
+                # They may be of a drain that has begun meanwhile.
+                self._save.claim.check()
             left = set(self._save.before) - told.kept
             remove_unneeded(os.fspath(self.path), left)
         try:
