@@ -765,9 +765,9 @@ def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
 
     holding, tries = _places.Folder.holding, []
 
-    def counted(self, name):
+    def counted(self, name, pause):
         tries.append(name)
-        return holding(self, name)
+        return holding(self, name, pause)
 
     with turns.alone_in(target), monkeypatch.context() as patch:
         patch.setattr(_places.Folder, "holding", counted)
@@ -784,6 +784,31 @@ def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
     put()
     assert bits(load_sharded(target)) == bits(states[2])
     assert not [name for name in os.listdir(target) if name.startswith(".")]
+
+
+def test_a_drain_that_waits_for_a_save_can_be_cancelled(tmp_path, monkeypatch):
+    source, target = tmp_path / "model", tmp_path / "copy"
+    save_sharded(tensors_of([1] * 2), source, 1000)
+    target.mkdir()
+    waits, over, report = threading.Event(), threading.Event(), _draining.Drain._report
+    pause = _draining.Drain._pause
+
+    def waiting(self, seconds):
+        waits.set()
+        pause(self, seconds)
+
+    def reported(self):
+        report(self)
+        over.set()
+
+    monkeypatch.setattr(_draining.Drain, "_pause", waiting)
+    monkeypatch.setattr(_draining.Drain, "_report", reported)
+    monkeypatch.setattr(turns, "PATIENCE_S", 600)
+    with turns.alone_in(target):
+        copying = nvmeio.checkpoint.drain(source, target)
+        assert waits.wait(60)
+        assert copying.cancel()
+        assert over.wait(60)
 
 
 def in_order(numbers):

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
 from nvmeio._files.locks import WriterLock, holder_text, is_of_a_lock
@@ -31,9 +31,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def alone_in(folder: str) -> Iterator[None]:
+def alone_in(folder: str, pause: Callable[[float], object] | None = None) -> Iterator[None]:
     """Wait until no other save names its files in a folder; keep others away meanwhile.
 
+    `pause` waits for some seconds; what it raises ends the waiting.
     Where the file system has no locks, do not.  A folder with a temporary name is one that
     atomic_directory() has made, and nobody else knows.
     """
@@ -44,7 +45,7 @@ def alone_in(folder: str) -> Iterator[None]:
     end = time.monotonic() + PATIENCE_S
     try:
         while not _took(lock, end):
-            time.sleep(0.01)
+            (pause or time.sleep)(0.01)
         yield
     finally:
         try:

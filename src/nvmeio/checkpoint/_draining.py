@@ -320,7 +320,7 @@ class Drain:
             self._try(folder, functools.partial(self.place.clean, folder, mine))
 
     def _hold(self, name: str) -> None:
-        require_held = self._holding.enter_context(self.place.holding(name))
+        require_held = self._holding.enter_context(self.place.holding(name, self._pause))
         if require_held is not None:
             self._require_held[name] = require_held
 
@@ -435,8 +435,7 @@ class Drain:
                 refused = isinstance(error, PermissionError) or number in _FINAL
                 if refused or attempt == self.retries:
                     raise self._named(error, name) from error
-            if self._stop.wait(min(PAUSE_S * 2**attempt, PAUSE_S_MAX)):
-                raise CancelledError
+            self._pause(min(PAUSE_S * 2**attempt, PAUSE_S_MAX))
 
     def _named(self, error: Exception, name: str) -> Exception:
         where = f"{self.place.root.rstrip('/')}/{name}".rstrip("/")
@@ -576,7 +575,10 @@ class Drain:
 
     def _throttle(self, piece: Bytes) -> None:
         self._check_stopped()
-        if self._stop.wait(self.pace.delay(len(piece))):
+        self._pause(self.pace.delay(len(piece)))
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
             raise CancelledError
 
     def _check_stopped(self) -> None:

@@ -103,10 +103,13 @@ class Place(Protocol):
         Nobody else has a right to it that is not in a mode; a store has its own rules.
         """
 
-    def holding(self, name: str) -> contextlib.AbstractContextManager[_Check | None]:
+    def holding(
+        self, name: str, pause: Callable[[float], object]
+    ) -> contextlib.AbstractContextManager[_Check | None]:
         """Keep others away that save what a file marks, or lose that to them.
 
-        Yield what raises FileExistsError if it is lost; None if nothing is held.
+        Yield what raises FileExistsError if it is lost; None if nothing is held.  `pause`
+        is called, with seconds, as long as another has to be waited for.
         """
 
     def abandon(self, name: str) -> None:
@@ -202,14 +205,16 @@ class Folder:
             yield _FolderWriter(file, temporary, path, self.path(name))
 
     @contextlib.contextmanager
-    def holding(self, name: str) -> Iterator[_Check | None]:
+    def holding(
+        self, name: str, pause: Callable[[float], object]
+    ) -> Iterator[_Check | None]:
         folder, base = os.path.split(self.path(name))
         is_held = base in (METADATA, INDEX_NAME)
         if not is_held or not os.access(folder, os.W_OK, effective_ids=True):
             # In a folder that is read-only, nothing can be replaced.
             yield None
         elif base == INDEX_NAME:
-            with alone_in(folder):
+            with alone_in(folder, pause):
                 yield lambda: None
         else:
             claim = Claim(self.path(name))
@@ -393,7 +398,9 @@ class Remote:
     def free_bytes(self) -> None:
         return None
 
-    def holding(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def holding(
+        self, name: str, pause: Callable[[float], object]
+    ) -> contextlib.AbstractContextManager[None]:
         """Do nothing: there are no locks."""
         return contextlib.nullcontext()
 
