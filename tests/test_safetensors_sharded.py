@@ -765,9 +765,9 @@ def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
 
     holding, tries = _places.Folder.holding, []
 
-    def counted(self, name, pause):
+    def counted(self, name, *args):
         tries.append(name)
-        return holding(self, name, pause)
+        return holding(self, name, *args)
 
     with turns.alone_in(target), monkeypatch.context() as patch:
         patch.setattr(_places.Folder, "holding", counted)

@@ -27,17 +27,19 @@ class Claim:
     network could hold for ever.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, mode: int | None = None) -> None:
+        """Take the right; without a mode, the file will become like the old one."""
         self.target, self.path = target, temporary_name(target)
         self.is_published = False
         folder, name = os.path.split(target)
         # Those of dead processes first, whose times may be in the future.
         remove_left(folder, lambda found: found["name"] == name)
-        mode = 0o666
-        with contextlib.suppress(FileNotFoundError):
-            # Users who may not read the old file must not open the new one.
-            if stat.S_ISREG(found := os.lstat(target).st_mode):
-                mode &= found | 0o600
+        if mode is None:
+            mode = 0o666
+            with contextlib.suppress(FileNotFoundError):
+                # Users who may not read the old file must not open the new one.
+                if stat.S_ISREG(found := os.lstat(target).st_mode):
+                    mode &= found | 0o600
         try:
             with naming(target):
                 opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
@@ -77,9 +79,17 @@ class Claim:
         return exists(self.path)
 
     def check(self) -> None:
-        """Raise FileExistsError if a later save has begun."""
-        if not self.is_held:
+        """Raise FileExistsError if a later save has begun, before this is published."""
+        if not (self.is_published or self.is_held):
             raise self._lost()
+
+    def commit(self) -> None:
+        """Let its file, which the caller has filled, replace the target."""
+        try:
+            rename(self.path, self.target)
+        except FileNotFoundError:
+            raise self._lost() from None
+        self.is_published = True
 
     def publish(self, text: bytes, *, sync: bool) -> None:
         """Replace the target, unless a later save has begun."""
@@ -97,10 +107,9 @@ class Claim:
                     if sync:
                         os.fsync(number)
                     made.check_written()
-            rename(self.path, self.target)
-            self.is_published = True
         except FileNotFoundError:
             raise self._lost() from None
+        self.commit()
         if sync:
             with naming(self.target):
                 sync_folder(os.path.dirname(self.target))

@@ -320,7 +320,9 @@ class Drain:
             self._try(folder, functools.partial(self.place.clean, folder, mine))
 
     def _hold(self, name: str) -> None:
-        require_held = self._holding.enter_context(self.place.holding(name, self._pause))
+        mode = os.stat(os.path.join(self.source, name)).st_mode
+        holding = self.place.holding(name, mode, self._pause)
+        require_held = self._holding.enter_context(holding)
         if require_held is not None:
             self._require_held[name] = require_held
 
@@ -505,8 +507,6 @@ class Drain:
                         f"{nbytes} with {found:08x} were read back"
                     )
                 replace("commit")
-                if name in self._require_held:
-                    self._require_held[name]()
                 writer.commit()
                 self._old_last.discard(name)
 

@@ -104,12 +104,13 @@ class Place(Protocol):
         """
 
     def holding(
-        self, name: str, pause: Callable[[float], object]
+        self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[_Check | None]:
         """Keep others away that save what a file marks, or lose that to them.
 
-        Yield what raises FileExistsError if it is lost; None if nothing is held.  `pause`
-        is called, with seconds, as long as another has to be waited for.
+        Yield what raises FileExistsError if it is lost; None if nothing is held.  `mode` is
+        that of the file.  `pause` is called, with seconds, as long as another has to be
+        waited for.
         """
 
     def abandon(self, name: str) -> None:
@@ -189,6 +190,7 @@ class Folder:
 
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
+        self._claims: dict[str, Claim] = {}
 
     def free_bytes(self) -> int:
         space = os.statvfs(self._path)
@@ -199,14 +201,28 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str, mode: int) -> Iterator["_FolderWriter"]:
+        target = self.path(name)
+        if (claim := self._claims.get(name)) is not None:
+            try:
+                with File(claim.path, "r+") as file:
+                    file.truncate(0)
+                    yield _FolderWriter(file, claim.path, target, claim.commit)
+            except OSError:
+                claim.check()
+                raise
+            return
         temporary = TemporaryName(self.path(temporary_name(name)))
-        # Not by fchmod(2), which a mount refuses whose files belong to another user.
-        with temporary as path, new_file(path, mode & 0o666 | 0o600) as file:
-            yield _FolderWriter(file, temporary, path, self.path(name))
+
+        def commit() -> None:
+            rename(path, target)
+            temporary.keep()
+
+        with temporary as path, new_file(path, _mode(mode)) as file:
+            yield _FolderWriter(file, path, target, commit)
 
     @contextlib.contextmanager
     def holding(
-        self, name: str, pause: Callable[[float], object]
+        self, name: str, mode: int, pause: Callable[[float], object]
     ) -> Iterator[_Check | None]:
         folder, base = os.path.split(self.path(name))
         is_held = base in (METADATA, INDEX_NAME)
@@ -217,10 +233,11 @@ class Folder:
             with alone_in(folder, pause):
                 yield lambda: None
         else:
-            claim = Claim(self.path(name))
+            claim = self._claims[name] = Claim(self.path(name), _mode(mode))
             try:
                 yield claim.check
             finally:
+                del self._claims[name]
                 claim.remove()
 
     def abandon(self, name: str) -> None:
@@ -263,8 +280,10 @@ class Folder:
 
 
 class _FolderWriter:
-    def __init__(self, file: File, name: TemporaryName, path: str, target: str) -> None:
-        self.file, self._name, self.unnamed, self.target = file, name, path, target
+    def __init__(
+        self, file: File, path: str, target: str, commit: Callable[[], None]
+    ) -> None:
+        self.file, self.unnamed, self.target, self._commit = file, path, target, commit
         self.written = 0
 
     def write(self, piece: Bytes) -> None:
@@ -282,8 +301,15 @@ class _FolderWriter:
             yield from _read_anew(file)
 
     def commit(self) -> None:
-        rename(self.unnamed, self.target)
-        self._name.keep()
+        self._commit()
+
+
+def _mode(mode: int) -> int:
+    """Return the mode with which to create a file that gets no right but those of a mode.
+
+    Not by fchmod(2), which a mount refuses whose files belong to another user.
+    """
+    return mode & 0o666 | 0o600
 
 
 def _read_anew(file: File) -> Generator[Bytes, None, None]:
@@ -399,7 +425,7 @@ class Remote:
         return None
 
     def holding(
-        self, name: str, pause: Callable[[float], object]
+        self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[None]:
         """Do nothing: there are no locks."""
         return contextlib.nullcontext()
