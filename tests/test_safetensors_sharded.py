@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import nvmeio.checkpoint
 import nvmeio.torch
-from helpers import drop, interrupted_after_each_call, need_direct
+from helpers import become_host, drop, interrupted_after_each_call, need_direct
 from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
@@ -739,7 +739,8 @@ def test_a_copy_that_fails_in_the_middle_is_no_mixture(tmp_path, monkeypatch, th
 
 @pytest.mark.parametrize("at", ["model-00001-of-00004.safetensors", INDEX])
 @pytest.mark.parametrize("way", ["save_sharded", "dcp"])
-def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
+@pytest.mark.parametrize("options", [{}, {"last": []}], ids=str)
+def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at, options):
     """Here the save waits, no longer than it may; then the drain does."""
     source, target = tmp_path / "model", tmp_path / "copy"
     states = [{n: torch.full((1000,), v) for n in "abcd"} for v in (1.0, 2.0, 3.0)]
@@ -772,18 +773,37 @@ def test_a_save_beside_a_drain_is_no_mixture(tmp_path, monkeypatch, way, at):
     with turns.alone_in(target), monkeypatch.context() as patch:
         patch.setattr(_places.Folder, "holding", counted)
         with pytest.raises(FileExistsError, match="names its files"):
-            nvmeio.checkpoint.drain(source, target).result()
+            nvmeio.checkpoint.drain(source, target, **options).result()
     # Not each thread waits.
     assert tries == [INDEX]
     assert bits(load_sharded(target)) == bits(states[0])
     with monkeypatch.context() as patch:
         patch.setattr(_draining.Drain, "_copy_once", beside)
-        nvmeio.checkpoint.drain(source, target).result()
+        nvmeio.checkpoint.drain(source, target, **options).result()
     assert tried == [at]
     assert bits(load_sharded(target)) == bits(states[1])
     put()
     assert bits(load_sharded(target)) == bits(states[2])
     assert not [name for name in os.listdir(target) if name.startswith(".")]
+
+
+def test_a_save_of_parts_that_began_before_a_drain_fails(tmp_path, monkeypatch):
+    """On another host, whose processes cannot be seen here."""
+    source, target = tmp_path / "model", tmp_path / "copy"
+    new, other = ({n: torch.full((9,), v) for n in "ab"} for v in (1.0, 2.0))
+    save_sharded(new, source, 40)
+
+    class Late(HuggingFaceStorageWriter):
+        def finish(self, **results):
+            with monkeypatch.context() as patch:
+                become_host(patch, "another")
+                nvmeio.checkpoint.drain(source, target).result()
+            super().finish(**results)
+
+    writer = Late(target, fqn_to_index_mapping={"a": 1, "b": 2})
+    with pytest.raises(CheckpointException, match="only one save may go on there"):
+        checkpoint.save(other, storage_writer=writer, no_dist=True)
+    assert bits(load_sharded(target)) == bits(new)
 
 
 def test_a_drain_that_waits_for_a_save_can_be_cancelled(tmp_path, monkeypatch):

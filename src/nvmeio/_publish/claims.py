@@ -75,7 +75,10 @@ class Claim:
     @property
     def is_held(self) -> bool:
         """Whether nothing was published yet, and no later save has begun."""
-        ask_anew(os.path.dirname(self.path))
+        # NFS remembers for seconds which names there are, and file systems in user space
+        # what a name leads to.
+        for path in (os.path.dirname(self.path), self.path):
+            ask_anew(path)
         return exists(self.path)
 
     def check(self) -> None:

@@ -41,12 +41,7 @@ from nvmeio.checkpoint._manifest import (
     Record,
     require_same,
 )
-from nvmeio.checkpoint._places import (
-    Bytes,
-    Place,
-    pieces_of,
-    place_of,
-)
+from nvmeio.checkpoint._places import HELD, Bytes, Place, pieces_of, place_of
 
 __all__ = ["Drain", "drain"]
 
@@ -302,8 +297,12 @@ class Drain:
             self._made = True
             try:
                 self._make_folders()
-                for name in self.last:
-                    self._try(name, functools.partial(self._hold, name))
+                for name in self.sizes:
+                    if os.path.basename(name) in HELD:
+                        self._try(name, functools.partial(self._hold, name))
+                mine = set(map(short_name, self.sizes))
+                for folder in self.folders:
+                    self._try(folder, functools.partial(self.place.clean, folder, mine))
             except BaseException:
                 # Before the other threads go on.
                 self._stop.set()
@@ -314,10 +313,8 @@ class Drain:
             # Files that replace these from now on must have other times.
             times = [time_ns for _, time_ns in self._states.values()]
             self._stop.wait(ambiguous_s(max(times, default=0)))
-        mine = set(map(short_name, self.sizes))
         for folder, mode in self.folders.items():
             self._try(folder, functools.partial(self.place.make, folder, mode))
-            self._try(folder, functools.partial(self.place.clean, folder, mine))
 
     def _hold(self, name: str) -> None:
         mode = os.stat(os.path.join(self.source, name)).st_mode

@@ -33,7 +33,7 @@ from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
-__all__ = ["Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
+__all__ = ["HELD", "Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
 __all__ += ["local_path", "pieces_of", "place_of"]
 
 
@@ -63,6 +63,9 @@ _OF_CREDENTIALS = (
     "google.auth.",
 )
 
+
+# What marks the files of a folder as those of one save, which excludes others.
+HELD = (METADATA, INDEX_NAME)
 
 _Check = Callable[[], None]
 
@@ -106,7 +109,7 @@ class Place(Protocol):
     def holding(
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[_Check | None]:
-        """Keep others away that save what a file marks, or lose that to them.
+        """Keep others away that save what a file of HELD marks, or lose that to them.
 
         Yield what raises FileExistsError if it is lost; None if nothing is held.  `mode` is
         that of the file.  `pause` is called, with seconds, as long as another has to be
@@ -225,20 +228,19 @@ class Folder:
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> Iterator[_Check | None]:
         folder, base = os.path.split(self.path(name))
-        is_held = base in (METADATA, INDEX_NAME)
-        if not is_held or not os.access(folder, os.W_OK, effective_ids=True):
-            # In a folder that is read-only, nothing can be replaced.
+        if not os.access(folder, os.W_OK, effective_ids=True):
+            # It is read-only, so nothing in it can be replaced.
             yield None
-        elif base == INDEX_NAME:
-            with alone_in(folder, pause):
-                yield lambda: None
-        else:
-            claim = self._claims[name] = Claim(self.path(name), _mode(mode))
-            try:
-                yield claim.check
-            finally:
-                del self._claims[name]
-                claim.remove()
+            return
+        with contextlib.ExitStack() as stack:
+            if base == INDEX_NAME:
+                stack.enter_context(alone_in(folder, pause))
+            claim = Claim(self.path(name), _mode(mode))
+            stack.callback(claim.remove)
+            if base == METADATA:
+                self._claims[name] = claim
+                stack.callback(self._claims.pop, name)
+            yield claim.check
 
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
