@@ -9,7 +9,7 @@ from typing import Any
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import FOLDER, ask_anew, cut, opened
+from nvmeio._files.descriptors import FOLDER, ask_anew, best_effort, cut, opened
 from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import exists, leads_to, mount_of, naming, resolved, synced_folder
 from nvmeio._native.descriptor import TemporaryName
@@ -115,14 +115,16 @@ def new_file(path: str, mode: int = 0o666) -> File:
     Until it is locked, another host may remove it, as one that a dead process has left.
     """
     for _ in range(_TRIES):
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as made:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with opened(path, flags, mode) as made, contextlib.ExitStack() as stack:
             try:
                 file = open_for_writing(path)
+                stack.callback(file.close)
                 is_locked_here = show_use(file)
                 ask_anew(os.path.dirname(path) or ".")
                 if is_locked_here and leads_to(path, made):
+                    stack.pop_all()
                     return file
-                file.close()
                 os.unlink(path)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
@@ -153,7 +155,9 @@ def show_use(file: File) -> bool:
 
     ``remove_left`` leaves it alone.  Return False if another has locked it, to remove it.
     """
-    return not is_locked(file.fileno())
+    with best_effort():
+        return not is_locked(file.fileno())
+    return True
 
 
 def _in_folder(create: Callable[[], File]) -> File:
