@@ -1219,6 +1219,22 @@ class Dies(FileSystemWriter):
         raise OSError(errno.EIO, "broken")
 
 
+@pytest.mark.parametrize("model_files", [True, False])
+def test_a_cached_plan_of_torchs_writer_is_no_error(tmp_path, model_files):
+    """A planner caches plans for all planners and writers of a process."""
+    last = ours.HuggingFaceStorageWriter if model_files else WRITERS["nvmeio"]
+    for number, writer in enumerate((WRITERS["torch"], WRITERS["nvmeio"], last)):
+        state, folder = {"cached": torch.full((9,), number)}, tmp_path / str(number)
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer(folder), planner=planner, no_dist=True)
+    if model_files:
+        reader = ours.HuggingFaceStorageReader(folder)
+    else:
+        reader = READERS["nvmeio"](folder)
+    dcp.load(found := {"cached": torch.zeros(9)}, storage_reader=reader, no_dist=True)
+    assert (found["cached"] == 2).all()
+
+
 def test_a_planner_that_caches_plans_loses_no_checkpoint(tmp_path):
     """Its plans say what to keep as of an earlier save."""
     for seed in (1, 2, 3):

@@ -190,8 +190,9 @@ thread_count_consolidation
     def _write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
-        # A planner that caches plans returns them without storage_data.
-        told = plan.storage_data or {}
+        # A planner that caches plans returns them without storage_data, or that of another
+        # writer.
+        told = plan.storage_data if isinstance(plan.storage_data, dict) else {}
         token = told.get("save")
         is_cached = self.use_collectives and not (token and is_told_first(token))
         parts: list[str] = []

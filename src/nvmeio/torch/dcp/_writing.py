@@ -249,9 +249,10 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         names = self._save.names = []
         self._save.refused = []
         # What failed saves of this rank have left, perhaps on a drive of its own.  Not if
-        # the planner caches plans, and returns that of an earlier save.
+        # the planner caches plans, and returns that of an earlier save, perhaps of torch's.
         told = plan.storage_data
-        if told.kept is not None and is_told_first(told.save):
+        is_ours = isinstance(told, _Told) and told.kept is not None
+        if is_ours and is_told_first(told.save):
             if self._save.claim is not None:
                 # They may be of a drain that has begun meanwhile.
                 self._save.claim.check()
