@@ -148,8 +148,8 @@ def drain(
     are being replaced, until it is copied, for readers that need none.  A drain that fails
     before it replaces a file leaves an older copy complete.
 
-    New folders and files of a mounted file system give no right that the mode of their
-    source does not give.
+    New folders and files of a mounted file system give their group and others no right
+    that the mode of their source does not give.  Their owner may read and write.
 
     Errors that a retry will not cure (EEXIST, ENOSPC, EDQUOT, EROFS, EACCES, EPERM,
     ENOTDIR, ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
