@@ -40,7 +40,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import nvmeio
 from helpers import pairs_of_one_hash
-from nvmeio._files import paths
+from nvmeio._files import locks, paths
 from nvmeio._publish import claims, names
 from nvmeio.checkpoint import _draining, _places, drain
 from nvmeio.torch import dcp as ours
@@ -1402,6 +1402,26 @@ def test_a_file_that_was_removed_beside_a_drain_is_missed(tmp_path, monkeypatch,
     with pytest.raises(FileExistsError, match="removed this file of the copy"):
         drain(source, target).result()
     assert (target / ".metadata").exists() == there
+
+
+@pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])
+def test_a_copy_on_a_full_drive_is_found(tmp_path, monkeypatch, mark):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("a.safetensors", mark):
+        (source / name).write_text(name)
+    nbytes = drain(source, target).result()
+
+    def full(path, flags, *args):
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return opened(path, flags, *args)
+
+    opened = claims.opened
+    for module in (claims, locks):
+        monkeypatch.setattr(module, "opened", full)
+    assert drain(source, target).result() == nbytes
+    assert sorted(os.listdir(target)) == sorted(os.listdir(source))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -228,19 +228,24 @@ class Folder:
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> Iterator[_Check | None]:
         folder, base = os.path.split(self.path(name))
-        if not os.access(folder, os.W_OK, effective_ids=True):
-            # It is read-only, so nothing in it can be replaced.
-            yield None
-            return
+        require_held = None
         with contextlib.ExitStack() as stack:
-            if base == INDEX_NAME:
-                stack.enter_context(alone_in(folder, pause))
-            claim = Claim(self.path(name), _mode(mode))
-            stack.callback(claim.remove)
-            if base == METADATA:
-                self._claims[name] = claim
-                stack.callback(self._claims.pop, name)
-            yield claim.check
+            try:
+                # Else nothing in it can be replaced: it may have all.
+                if os.access(folder, os.W_OK, effective_ids=True):
+                    if base == INDEX_NAME:
+                        stack.enter_context(alone_in(folder, pause))
+                    claim = Claim(self.path(name), _mode(mode))
+                    stack.callback(claim.remove)
+                    if base == METADATA:
+                        self._claims[name] = claim
+                        stack.callback(self._claims.pop, name)
+                    require_held = claim.check
+            except OSError as error:
+                # As in a folder that is read-only.
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+            yield require_held
 
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
