@@ -925,13 +925,16 @@ def test_a_last_file_goes_before_an_earlier_one_is_replaced(source, tmp_path, mo
     drain(source, target, last=("empty", ".metadata")).result()
     (source / "empty").write_bytes(b"no more")
     found = []
-    commit = _places._FolderWriter.commit
 
-    def look(writer):
-        found.append((os.path.basename(writer.target), (target / ".metadata").exists()))
-        commit(writer)
+    def looking(commit):
+        def look(writer):
+            found.append((os.path.basename(writer.target), (target / ".metadata").exists()))
+            commit(writer)
 
-    monkeypatch.setattr(_places._FolderWriter, "commit", look)
+        return look
+
+    for writer in (_places._FolderWriter, _places._ClaimWriter):
+        monkeypatch.setattr(writer, "commit", looking(writer.commit))
     drain(source, target, last=("empty", ".metadata")).result()
     assert found == [("empty", False), (".metadata", False)]
 
@@ -1355,14 +1358,13 @@ def test_a_last_file_replaced_before_its_copy_is_an_error(
 def test_a_source_that_changes_during_the_last_file_leaves_no_complete_copy(
     source, tmp_path, monkeypatch
 ):
-    commit = _places._FolderWriter.commit
+    commit = _places._ClaimWriter.commit
 
     def change(writer):
         commit(writer)
-        if writer.target.endswith(".metadata"):
-            (source / "empty").write_bytes(b"no more")
+        (source / "empty").write_bytes(b"no more")
 
-    monkeypatch.setattr(_places._FolderWriter, "commit", change)
+    monkeypatch.setattr(_places._ClaimWriter, "commit", change)
     with pytest.raises(CheckpointError, match="has changed while it was copied"):
         drain(source, tmp_path / "target").result()
     assert ".metadata" not in os.listdir(tmp_path / "target")

@@ -42,7 +42,7 @@ import nvmeio
 from helpers import pairs_of_one_hash
 from nvmeio._files import locks, paths
 from nvmeio._publish import claims, names
-from nvmeio.checkpoint import _draining, _places, drain
+from nvmeio.checkpoint import CheckpointError, _draining, _places, drain
 from nvmeio.torch import dcp as ours
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -1358,7 +1358,7 @@ def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, 
     if there:
         shutil.copytree(source, target)
         save(source, state_of(2), thread_count=2)
-    copy, finish, done = _draining.Drain._copy_once, _places._FolderWriter.finish, []
+    copy, finish, done = _draining.Drain._copy_once, _places._ClaimWriter.finish, []
 
     def beside():
         if not done:
@@ -1371,13 +1371,13 @@ def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, 
         copy(self, name)
 
     def finishing(self):
-        if at == "commit" and self.target.endswith(".metadata"):
+        if at == "commit":
             beside()
         finish(self)
 
     monkeypatch.setattr(_draining, "PAUSE_S", 0)
     monkeypatch.setattr(_draining.Drain, "_copy_once", copying)
-    monkeypatch.setattr(_places._FolderWriter, "finish", finishing)
+    monkeypatch.setattr(_places._ClaimWriter, "finish", finishing)
     with pytest.raises(FileExistsError, match="begun meanwhile"):
         drain(source, target).result()
     assert done == [at]
@@ -1441,6 +1441,62 @@ def test_a_copy_in_a_read_only_folder_is_found(tmp_path, mark):
             assert drain(os.path.join(shared, "source"), copied).result() > 0
         finally:
             os.seteuid(0)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_save_over_a_part_of_a_drain_that_fails_later_stays(tmp_path, monkeypatch, fails):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for number, name in enumerate("ab"):
+        save(source / name, state_of(number))
+    copy, order = _draining.Drain._copy_once, []
+
+    def beside(self, name):
+        if order and name.endswith(".metadata"):
+            save(target / os.path.dirname(order[0]), state_of(3))
+            if fails:
+                raise CheckpointError("planted")
+        copy(self, name)
+        if name.endswith(".metadata"):
+            order.append(name)
+
+    monkeypatch.setattr(_draining.Drain, "_copy_once", beside)
+    copying = drain(source, target)
+    assert isinstance(copying.exception(), CheckpointError) == fails
+    folder = target / os.path.dirname(order[0])
+    assert same(load(folder, zeroed(state_of(3))), state_of(3))
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard"])
+def test_a_link_in_place_of_a_claim_is_not_followed(tmp_path, monkeypatch, kind):
+    source, target, other = (tmp_path / name for name in ("source", "target", "other"))
+    save(source, state_of(1))
+    other.write_bytes(b"" if kind == "hard" else b"mine")
+    before, opened = other.read_bytes(), claims.Claim.opened
+
+    def planted(claim):
+        os.unlink(claim.path)
+        (os.symlink if kind == "symbolic" else os.link)(other, claim.path)
+        return opened(claim)
+
+    monkeypatch.setattr(claims.Claim, "opened", planted)
+    with pytest.raises(OSError, match=r"begun meanwhile|symbolic links"):
+        drain(source, target, retries=0).result()
+    assert other.read_bytes() == before
+
+
+def test_a_mount_that_refuses_files_open_for_both_gets_a_copy(tmp_path, monkeypatch):
+    source, target = tmp_path / "source", tmp_path / "target"
+    save(source, state_of(1))
+    opened = _places.File
+
+    def refusing(path, mode="r", **options):
+        if "+" in mode:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(_places, "File", refusing)
+    drain(source, target).result()
+    assert same(load(target, zeroed(state_of(1))), state_of(1))
 
 
 def test_a_save_that_began_before_a_drain_fails(tmp_path):

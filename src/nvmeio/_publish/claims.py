@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable
 
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import ask_anew, opened
+from nvmeio._files.descriptors import Descriptor, ask_anew, opened
 from nvmeio._files.folders import sync_folder
 from nvmeio._files.paths import exists, naming
 from nvmeio._publish.attributes import become_like
@@ -30,7 +30,9 @@ class Claim:
     def __init__(self, target: str, mode: int | None = None) -> None:
         """Take the right; without a mode, the file will become like the old one."""
         self.target, self.path = target, temporary_name(target)
-        self.is_published = False
+        self.is_published = self._is_filled = False
+        # Of the target, once this has become it.
+        self._state: tuple[int, int] | None = None
         folder, name = os.path.split(target)
         # Those of dead processes first, whose times may be in the future.
         remove_left(folder, lambda found: found["name"] == name)
@@ -82,9 +84,32 @@ class Claim:
         return exists(self.path)
 
     def check(self) -> None:
-        """Raise FileExistsError if a later save has begun, before this is published."""
-        if not (self.is_published or self.is_held):
+        """Raise FileExistsError if a later save has begun, or published after this one."""
+        if self.is_published:
+            ask_anew(self.target)
+            is_lost = _state_of(self.target) != self._state
+        else:
+            is_lost = not self.is_held
+        if is_lost:
             raise self._lost()
+
+    def opened(self) -> Descriptor:
+        """Open its file, empty, to be filled."""
+        # Not created anew: it may have been removed.  Nor is another file written to, which
+        # somebody may have put there.
+        made = opened(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            found = os.fstat(made.number)
+            # Whose it is says nothing: file servers map users, and root to nobody.
+            is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink < 2
+            if not is_plain or (found.st_size and not self._is_filled):
+                raise self._lost()
+            os.ftruncate(made.number, 0)
+        except BaseException:
+            made.close()
+            raise
+        self._is_filled = True
+        return made
 
     def commit(self) -> None:
         """Let its file, which the caller has filled, replace the target."""
@@ -92,18 +117,15 @@ class Claim:
             rename(self.path, self.target)
         except FileNotFoundError:
             raise self._lost() from None
+        self._state = _state_of(self.target)
         self.is_published = True
 
     def publish(self, text: bytes, *, sync: bool) -> None:
         """Replace the target, unless a later save has begun."""
         try:
-            # Not created anew: it may have been removed.  Nor is another file written to,
-            # which somebody may have put there.
             with naming(self.target):
-                made = opened(self.path, os.O_WRONLY | os.O_NOFOLLOW)
+                made = self.opened()
                 with made as number, open(number, "wb", closefd=False) as file:
-                    if not _is_new(number):
-                        raise self._lost()
                     file.write(text)
                     file.flush()
                     become_like(number, self.target)
@@ -127,13 +149,12 @@ class Claim:
         return FileExistsError(errno.EEXIST, words, self.target)
 
 
-def _is_new(descriptor: int) -> bool:
-    """Return whether an open file is a regular one, empty, and has no other name.
-
-    Whose it is says nothing: file servers map users, and root to nobody.
-    """
-    found = os.fstat(descriptor)
-    return stat.S_ISREG(found.st_mode) and not found.st_size and found.st_nlink < 2
+def _state_of(path: str) -> tuple[int, int] | None:
+    """Return what tells a file from others; some mounts change its number."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        return found.st_size, found.st_mtime_ns
+    return None
 
 
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:

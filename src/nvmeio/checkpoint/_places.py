@@ -19,6 +19,7 @@ import numpy as np
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import METADATA
 from nvmeio._files.paths import absolute_folder, refuse_url
@@ -203,13 +204,12 @@ class Folder:
         return os.path.join(self._path, name) if name else self._path
 
     @contextlib.contextmanager
-    def writing(self, name: str, mode: int) -> Iterator["_FolderWriter"]:
+    def writing(self, name: str, mode: int) -> Iterator[Writer]:
         target = self.path(name)
         if (claim := self._claims.get(name)) is not None:
             try:
-                with File(claim.path, "r+") as file:
-                    file.truncate(0)
-                    yield _FolderWriter(file, claim.path, target, claim.commit)
+                with (made := claim.opened()):
+                    yield _ClaimWriter(claim, made)
             except OSError:
                 claim.check()
                 raise
@@ -309,6 +309,29 @@ class _FolderWriter:
 
     def commit(self) -> None:
         self._commit()
+
+
+class _ClaimWriter:
+    """Fills the file of a claim, which becomes its target."""
+
+    def __init__(self, claim: Claim, made: Descriptor) -> None:
+        self._claim, self._made, self.target = claim, made, claim.target
+
+    def write(self, piece: Bytes) -> None:
+        left = piece.data
+        while len(left):
+            left = left[os.write(self._made.number, left) :]
+
+    def finish(self) -> None:
+        os.fsync(self._made.number)
+        self._made.check_written()
+
+    def read(self) -> Generator[Bytes, None, None]:
+        with File(self._claim.path) as file:
+            yield from _read_anew(file)
+
+    def commit(self) -> None:
+        self._claim.commit()
 
 
 def _mode(mode: int) -> int:
