@@ -137,7 +137,8 @@ def drain(
     nobody may save there meanwhile.  In a folder, the drain of a model with an index waits
     for a save that names its files, and fails after 60 s; saves to it, and other drains of
     such a model, wait for the drain in the same way.  The drain of a checkpoint with
-    ``.metadata`` makes a save fail that began before it, and fails if one begins after it.
+    ``.metadata`` makes a save fail that began before it, and fails if one begins before it
+    has copied that file.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
