@@ -35,8 +35,6 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
     The strides are in elements; where the extent is 1 they may be any.
     """
-    if 0 in shape:
-        return True
     pairs = sorted(pair for pair in zip(strides, shape, strict=True) if pair[1] > 1)
     expected = 1
     for stride, extent in pairs:

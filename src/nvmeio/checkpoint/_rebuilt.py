@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nvmeio._memory.strides import is_dense
 from nvmeio._safetensors.header import Tensor
 from nvmeio._tensors.dtypes import (
     FORMAT_NAMES,
@@ -93,13 +94,14 @@ def _part_of(
 def _strides_of(said: Any, part: Part) -> tuple[int, ...]:
     """Return strides; raise CheckpointError unless they only change the order."""
     strides = _integers(said, "stride", 0)
-    reached = part.dtype.itemsize
-    longer = (pair for pair in zip(strides, part.shape, strict=False) if pair[1] > 1)
-    dense = len(strides) == len(part.shape) and part.view is None
-    for stride, extent in sorted(longer):
-        dense &= stride == reached
-        reached *= extent
-    if not dense or any(stride % part.dtype.itemsize for stride in strides):
+    itemsize = part.dtype.itemsize
+    if (
+        part.view is not None
+        or not itemsize
+        or len(strides) != len(part.shape)
+        or any(stride % itemsize for stride in strides)
+        or not is_dense(part.shape, [stride // itemsize for stride in strides])
+    ):
         raise CheckpointError(
             f"has the shape {list(part.shape)} and invalid strides: {list(strides)!r:.100}"
         )
