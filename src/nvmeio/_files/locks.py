@@ -288,12 +288,12 @@ def is_locked(descriptor: int) -> bool:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             break
-        except BlockingIOError as error:
+        except OSError as error:
             if error.errno is None:
                 # A signal handler raised it.
                 raise
-            return True
-        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                return True
             if error.errno != errno.EBADF:
                 # The file system cannot lock it.
                 break
