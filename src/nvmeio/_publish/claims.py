@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import Descriptor, ask_anew, opened
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.paths import exists, naming
+from nvmeio._files.paths import naming
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 
@@ -74,23 +74,15 @@ class Claim:
         """Return the place of a claim in the order of all, by the file server's clock."""
         return os.lstat(path).st_mtime_ns, path
 
-    @property
-    def is_held(self) -> bool:
-        """Whether nothing was published yet, and no later save has begun."""
-        # NFS remembers for seconds which names there are, and file systems in user space
-        # what a name leads to.
-        for path in (os.path.dirname(self.path), self.path):
-            ask_anew(path)
-        return exists(self.path)
-
     def check(self) -> None:
         """Raise FileExistsError if a later save has begun, or published after this one."""
-        if self.is_published:
-            ask_anew(self.target)
-            is_lost = _state_of(self.target) != self._state
-        else:
-            is_lost = not self.is_held
-        if is_lost:
+        path = self.target if self.is_published else self.path
+        # NFS remembers for seconds which names there are, and file systems in user space
+        # what a name leads to.
+        for each in (os.path.dirname(path), path):
+            ask_anew(each)
+        found = _state_of(path)
+        if found is None or (self.is_published and found != self._state):
             raise self._lost()
 
     def opened(self) -> Descriptor:
@@ -151,7 +143,7 @@ class Claim:
 
 def _state_of(path: str) -> tuple[int, int] | None:
     """Return what tells a file from others; some mounts change its number."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = os.lstat(path)
         return found.st_size, found.st_mtime_ns
     return None

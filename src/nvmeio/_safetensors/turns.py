@@ -34,9 +34,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 def alone_in(folder: str, pause: Callable[[float], object] | None = None) -> Iterator[None]:
     """Wait until no other save names its files in a folder; keep others away meanwhile.
 
-    `pause` waits for some seconds; what it raises ends the waiting.
     Where the file system has no locks, do not.  A folder with a temporary name is one that
-    atomic_directory() has made, and nobody else knows.
+    atomic_directory() has made, and nobody else knows.  `pause` waits for some seconds;
+    what it raises ends the waiting.
     """
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
         yield

@@ -363,7 +363,7 @@ class Drain:
             # Those that were written would mark the copy as complete.  Old ones fit what is
             # there, or they would have been removed.
             mine = [name for name in self.last if name not in self._old_last]
-            self._invalidate(filter(self._is_held, mine))
+            self._invalidate([name for name in mine if self._is_held(name)])
             raise
 
     def _compare_alike(self) -> None:
@@ -394,9 +394,11 @@ class Drain:
 
     def _look_at_target(self) -> None:
         """Raise FileExistsError if another has replaced or removed what was copied."""
+        if not self._require_held:
+            return
         for require_held in self._require_held.values():
             require_held()
-        for name in self.sizes.keys() - set(self.last) if self._require_held else ():
+        for name in self.sizes.keys() - set(self.last):
             if self.place.size(name) != self.sizes[name]:
                 words = "another process has replaced or removed this file of the copy"
                 where = f"{self.place.root.rstrip('/')}/{name}"
@@ -548,8 +550,8 @@ class Drain:
             writer.finish()
             writer.commit()
 
-    def _invalidate(self, names: Iterable[str]) -> None:
-        for name in (names := list(names)):
+    def _invalidate(self, names: Collection[str]) -> None:
+        for name in names:
             if os.path.basename(name) == INDEX_NAME and name in self._order:
                 self._mark(name)
             else:

@@ -205,7 +205,6 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str, mode: int) -> Iterator[Writer]:
-        target = self.path(name)
         if (claim := self._claims.get(name)) is not None:
             try:
                 with (made := claim.opened()):
@@ -215,13 +214,8 @@ class Folder:
                 raise
             return
         temporary = TemporaryName(self.path(temporary_name(name)))
-
-        def commit() -> None:
-            rename(path, target)
-            temporary.keep()
-
         with temporary as path, new_file(path, _mode(mode)) as file:
-            yield _FolderWriter(file, path, target, commit)
+            yield _FolderWriter(file, temporary, path, self.path(name))
 
     @contextlib.contextmanager
     def holding(
@@ -287,10 +281,8 @@ class Folder:
 
 
 class _FolderWriter:
-    def __init__(
-        self, file: File, path: str, target: str, commit: Callable[[], None]
-    ) -> None:
-        self.file, self.unnamed, self.target, self._commit = file, path, target, commit
+    def __init__(self, file: File, name: TemporaryName, path: str, target: str) -> None:
+        self.file, self._name, self.unnamed, self.target = file, name, path, target
         self.written = 0
 
     def write(self, piece: Bytes) -> None:
@@ -308,7 +300,8 @@ class _FolderWriter:
             yield from _read_anew(file)
 
     def commit(self) -> None:
-        self._commit()
+        rename(self.unnamed, self.target)
+        self._name.keep()
 
 
 class _ClaimWriter:
