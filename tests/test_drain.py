@@ -1355,19 +1355,30 @@ def test_a_last_file_replaced_before_its_copy_is_an_error(
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
 
-def test_a_source_that_changes_during_the_last_file_leaves_no_complete_copy(
+def test_a_source_that_changes_during_the_last_file_does_not_disturb_the_copy(
     source, tmp_path, monkeypatch
 ):
     commit = _places._ClaimWriter.commit
 
     def change(writer):
-        commit(writer)
         (source / "empty").write_bytes(b"no more")
+        commit(writer)
 
     monkeypatch.setattr(_places._ClaimWriter, "commit", change)
-    with pytest.raises(CheckpointError, match="has changed while it was copied"):
-        drain(source, tmp_path / "target").result()
-    assert ".metadata" not in os.listdir(tmp_path / "target")
+    drain(source, tmp_path / "target").result()
+    assert {name: (tmp_path / "target" / name).read_bytes() for name in FILES} == FILES
+
+
+def test_a_mark_comes_before_those_of_the_folders_above_it(source, tmp_path, drain_with):
+    (source / "below" / ".metadata").write_bytes(b"what there is below")
+    (source / "z").mkdir()
+    (source / "z" / ".metadata").write_bytes(b"what there is in z")
+    failures = {os.path.join("z", ".metadata"): [OSError(errno.ENOSPC, "no room")]}
+    with pytest.raises(OSError, match="no room"):
+        drain_with(failures).result()
+    # What is complete stays so.
+    found = (tmp_path / "target").glob("**/.metadata")
+    assert [*found] == [tmp_path / "target" / "below" / ".metadata"]
 
 
 def test_a_step_is_removed_during_its_drain(tmp_path, copies):

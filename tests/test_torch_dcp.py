@@ -1466,6 +1466,29 @@ def test_a_save_over_a_part_of_a_drain_that_fails_later_stays(tmp_path, monkeypa
     assert same(load(folder, zeroed(state_of(3))), state_of(3))
 
 
+def test_a_save_during_the_last_calls_of_a_drain_that_fails_stays(tmp_path, monkeypatch):
+    """Nothing tells its file from the drain's, where times are in whole seconds."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for number, name in enumerate("ab"):
+        save(source / name, state_of(number))
+    copy = _draining.Drain._copy_once
+
+    def beside(self, name):
+        if name == os.path.join("b", ".metadata"):
+            there = target / "a" / ".metadata"
+            ours = os.stat(there)
+            save(target / "a", state_of(3))
+            assert os.stat(there).st_size == ours.st_size
+            os.utime(there, ns=(ours.st_atime_ns, ours.st_mtime_ns))
+            raise CheckpointError("planted")
+        copy(self, name)
+
+    monkeypatch.setattr(_draining.Drain, "_copy_once", beside)
+    with pytest.raises(CheckpointError, match="planted"):
+        drain(source, target).result()
+    assert same(load(target / "a", zeroed(state_of(3))), state_of(3))
+
+
 @pytest.mark.parametrize("kind", ["symbolic", "hard"])
 def test_a_link_in_place_of_a_claim_is_not_followed(tmp_path, monkeypatch, kind):
     source, target, other = (tmp_path / name for name in ("source", "target", "other"))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import Descriptor, ask_anew, opened
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import exists, naming
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 
@@ -31,8 +31,6 @@ class Claim:
         """Take the right; without a mode, the file will become like the old one."""
         self.target, self.path = target, temporary_name(target)
         self.is_published = self._is_filled = False
-        # Of the target, once this has become it.
-        self._state: tuple[int, int] | None = None
         folder, name = os.path.split(target)
         # Those of dead processes first, whose times may be in the future.
         remove_left(folder, lambda found: found["name"] == name)
@@ -75,14 +73,12 @@ class Claim:
         return os.lstat(path).st_mtime_ns, path
 
     def check(self) -> None:
-        """Raise FileExistsError if a later save has begun, or published after this one."""
-        path = self.target if self.is_published else self.path
+        """Raise FileExistsError if a later save began before this one has published."""
         # NFS remembers for seconds which names there are, and file systems in user space
         # what a name leads to.
-        for each in (os.path.dirname(path), path):
+        for each in (os.path.dirname(self.path), self.path):
             ask_anew(each)
-        found = _state_of(path)
-        if found is None or (self.is_published and found != self._state):
+        if not self.is_published and not exists(self.path):
             raise self._lost()
 
     def opened(self) -> Descriptor:
@@ -109,7 +105,6 @@ class Claim:
             rename(self.path, self.target)
         except FileNotFoundError:
             raise self._lost() from None
-        self._state = _state_of(self.target)
         self.is_published = True
 
     def publish(self, text: bytes, *, sync: bool) -> None:
@@ -139,14 +134,6 @@ class Claim:
     def _lost(self) -> OSError:
         words = "another save to this folder has begun meanwhile; make one save at a time"
         return FileExistsError(errno.EEXIST, words, self.target)
-
-
-def _state_of(path: str) -> tuple[int, int] | None:
-    """Return what tells a file from others; some mounts change its number."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = os.lstat(path)
-        return found.st_size, found.st_mtime_ns
-    return None
 
 
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:

@@ -97,9 +97,10 @@ def drain(
         is created if it does not exist; other files in it stay.
     last : collection of str, optional
         The files that mark the others as complete, as patterns of names or of paths below
-        `source`.  They are copied in this order, once all other files are durable.  Each
-        pattern must match a file, except the default: ".metadata", "manifest.json", and
-        "*.index.json" and "*.index.*.json", such as "model.safetensors.index.json".
+        `source`.  They are copied in this order, once all other files are durable; of
+        several for one pattern, those in the deepest folders first.  Each pattern must
+        match a file, except the default: ".metadata", "manifest.json", and "*.index.json"
+        and "*.index.*.json", such as "model.safetensors.index.json".
     retries : int, default 3
         How often to retry a file after an error (0 to 1000), after growing pauses.
     bandwidth : float, optional
@@ -111,7 +112,8 @@ def drain(
         A future that is done when all files are durable; its result is their size in bytes.
         ``cancel()`` works until the first of the `last` files, and leaves no partial file.
         ``result()`` raises OSError, with errno and path, if copying fails after all
-        retries, and CheckpointError if a file of `source` changes meanwhile.
+        retries, and CheckpointError if a file of `source` changes before the `last` files
+        are copied.
 
     Raises
     ------
@@ -147,7 +149,8 @@ def drain(
     above it.  So are those of the default that `source` lacks, if they mark the file.  The
     index of a model, ``model.safetensors.index.json``, is not removed, but says that files
     are being replaced, until it is copied, for readers that need none.  A drain that fails
-    before it replaces a file leaves an older copy complete.
+    before it replaces a file leaves an older copy complete.  One that fails at one of the
+    `last` files leaves those before it, because what they mark is complete.
 
     New folders and files of a mounted file system give their group and others no right
     that the mode of their source does not give.  Their owner may read and write.
@@ -215,7 +218,9 @@ class Drain:
             if os.path.basename(name) == INDEX_NAME and size == len(REPLACING):
                 _require_whole(os.path.join(self.source, os.path.dirname(name)))
         self.folders, self._made = folders, False
-        named = [[n for n in sorted(self.sizes) if _is(n, pattern)] for pattern in names]
+        # Those above others mark what is below them, too.
+        ordered = sorted(self.sizes, key=lambda name: (-name.count("/"), name))
+        named = [[n for n in ordered if _is(n, pattern)] for pattern in names]
         self.last = list(dict.fromkeys(name for found in named for name in found))
         self._order = {name: number for number, name in enumerate(self.last)}
         # A caller's name that only one file has marks all files.  Others, such as one of
@@ -324,15 +329,6 @@ class Drain:
         if require_held is not None:
             self._require_held[name] = require_held
 
-    def _is_held(self, name: str) -> bool:
-        """Return whether no other has begun to write what a file marks."""
-        try:
-            if name in self._require_held:
-                self._require_held[name]()
-        except FileExistsError:
-            return False
-        return True
-
     def _next(self) -> str | None:
         if self.future.cancelled():
             raise CancelledError
@@ -354,17 +350,11 @@ class Drain:
             raise CancelledError
         self._look_at_source()
         self._look_at_target()
-        try:
-            for name in self.last:
-                self._copy(name)
-                self._settle([os.path.dirname(name)])
-            self._look_at_source()
-        except BaseException:
-            # Those that were written would mark the copy as complete.  Old ones fit what is
-            # there, or they would have been removed.
-            mine = [name for name in self.last if name not in self._old_last]
-            self._invalidate([name for name in mine if self._is_held(name)])
-            raise
+        # If one fails, those before it stay: what they mark is complete, and others may have
+        # replaced them.
+        for name in self.last:
+            self._copy(name)
+            self._settle([os.path.dirname(name)])
 
     def _compare_alike(self) -> None:
         """Raise FileExistsError if the target has one file for names of several."""
