@@ -1595,7 +1595,26 @@ class TestLocks:
                 # It counts as being read.
                 assert checkpointer.steps() == [1, 2]
             assert checkpointer.prune() == [1]
-            assert (root / ".nvmeio-lock").stat().st_mode & 0o777 == 0o600
+
+    @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o002, 0o660)])
+    def test_only_who_may_write_may_ever_read_the_writers_lock(
+        self, root, monkeypatch, umask, mode
+    ):
+        """Who may read a file may also lock it."""
+        looked, before, modes = locks.is_of_a_lock, os.umask(umask), []
+
+        def look(number):
+            modes.append(os.fstat(number).st_mode & 0o044)
+            return looked(number)
+
+        monkeypatch.setattr(locks, "is_of_a_lock", look)
+        try:
+            with Checkpointer(root) as checkpointer:
+                checkpointer.save(1, 1)
+        finally:
+            os.umask(before)
+        assert modes == [0]
+        assert (root / ".nvmeio-lock").stat().st_mode & 0o777 == mode
 
     def test_a_restore_keeps_its_step(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:

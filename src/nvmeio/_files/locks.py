@@ -131,7 +131,8 @@ class WriterLock(_Lock):
     def _create(self) -> Descriptor | None:
         """Create and open the file; return None if it is there."""
         with contextlib.suppress(FileExistsError):
-            return opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL)
+            # From its first moment only its owner may read it: see _hide_from_readers().
+            return opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o622)
         return None
 
     @property
