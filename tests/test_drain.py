@@ -868,21 +868,25 @@ def test_a_removed_step_does_not_come_back(tmp_path, far):
     other.close()
 
 
-def test_a_partly_replaced_copy_has_no_manifest(source, tmp_path, drain_with, monkeypatch):
+@pytest.mark.parametrize("mark", [".metadata", "__0.metadata"])
+def test_a_partly_replaced_copy_has_no_manifest(
+    source, tmp_path, drain_with, monkeypatch, mark
+):
     monkeypatch.setattr(_draining, "FILES", 1)
     target = tmp_path / "target"
+    (source / ".metadata").rename(source / mark)
     drain(source, target).result()
     (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 8))
     (source / "__1_0.distcp").write_bytes(b"of the second save")
     failures = {"__1_0.distcp": [OSError(errno.ENOSPC, "no room")]}
     assert drain_with(failures).exception()
-    assert ".metadata" not in os.listdir(target)
+    assert mark not in os.listdir(target)
     # A new file beside the old ones leaves the copy complete.
     drain(source, target).result()
     (source / "new").write_bytes(b"x")
     failures = {"new": [OSError(errno.ENOSPC, "no room")]}
     assert drain_with(failures).exception()
-    assert (target / ".metadata").read_bytes() == FILES[".metadata"]
+    assert (target / mark).read_bytes() == FILES[".metadata"]
 
 
 def test_a_copy_whose_last_file_cannot_be_written_stays_as_it_was(
@@ -1499,6 +1503,8 @@ def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, full_a
         ("diffusion_pytorch_model.safetensors.index.json", "part-1.safetensors"),
         ("pytorch_model.bin.index.json", "pytorch_model-1.bin"),
         ("manifest.json", "tree.json"),
+        ("__0.metadata", "__0_0.distcp"),
+        (".metadata", "__0.metadata"),
     ],
 )
 def test_a_target_keeps_no_mark_of_an_older_copy_that_the_source_lacks(

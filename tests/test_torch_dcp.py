@@ -1350,9 +1350,19 @@ def test_a_subclass_that_has_memory_is_saved_as_a_plain_tensor(tmp_path):
         assert load(tmp_path, {"y": torch.zeros(4)}, reader)["y"].tolist() == [1] * 4
 
 
+def save_of_rank(folder, state, **options):
+    writer = FileSystemWriter(folder, **options)
+    return dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=False)
+
+
+@pytest.mark.parametrize(
+    ("save", "mark"), [(save, ".metadata"), (save_of_rank, "__0.metadata")]
+)
 @pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("at", ["shard", ".metadata", "commit"])
-def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, there, at):
+@pytest.mark.parametrize("at", ["shard", "metadata", "commit"])
+def test_a_save_that_begins_beside_a_drain_goes_on_alone(
+    tmp_path, monkeypatch, there, at, save, mark
+):
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, state_of(1), thread_count=2)
     if there:
@@ -1366,7 +1376,7 @@ def test_a_save_that_begins_beside_a_drain_goes_on_alone(tmp_path, monkeypatch, 
             save(target, state_of(3))
 
     def copying(self, name):
-        if at != "commit" and (name == ".metadata") == (at == ".metadata"):
+        if at != "commit" and (name == mark) == (at == "metadata"):
             beside()
         copy(self, name)
 

@@ -13,6 +13,7 @@ __all__ = [
     "INDEX_END",
     "MANIFEST",
     "METADATA",
+    "OF_RANK",
     "PICKLE",
     "STEP",
     "TENSORS",
@@ -31,6 +32,8 @@ TENSORS = "tensors.safetensors"
 
 # The file that describes a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
+# That of one rank, which has saved without the others.
+OF_RANK = re.compile(r"__(\d+)\.metadata")
 # How the name of the index of a model in several files ends.
 INDEX_END = ".safetensors.index.json"
 

@@ -57,8 +57,10 @@ class Claim:
         # NFS remembers for seconds what is in a folder.
         ask_anew(folder)
         for each in os.listdir(folder):
-            other = os.path.join(folder, each)
-            if other == self.path or final_name(each) != name:
+            # First what is quick: a folder may have claims of a thousand ranks.
+            if not each.startswith(f".{name}.") or final_name(each) != name:
+                continue
+            if (other := os.path.join(folder, each)) == self.path:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 theirs = self._place(other)

@@ -41,7 +41,7 @@ from nvmeio.checkpoint._manifest import (
     Record,
     require_same,
 )
-from nvmeio.checkpoint._places import HELD, Bytes, Place, pieces_of, place_of
+from nvmeio.checkpoint._places import Bytes, Place, is_held, pieces_of, place_of
 
 __all__ = ["Drain", "drain"]
 
@@ -65,16 +65,20 @@ _FINAL = (
     errno.ENAMETOOLONG,
 )
 # The default of `last`; unlike a caller's names, these need not exist.
-_LAST = (METADATA, MANIFEST, "*.index.json", "*.index.*.json")
+_LAST = (METADATA, "__*.metadata", MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
 _MARKED = (
     (METADATA, "*.distcp"),
+    # That of all ranks is read first.
+    (METADATA, "__*.metadata"),
     (MANIFEST, TENSORS),
     (MANIFEST, TREE),
     (INDEX_NAME, "*.safetensors"),
     ("diffusion_pytorch_model.safetensors.index.json", "*.safetensors"),
     ("pytorch_model.bin.index.json", "*.bin"),
 )
+# A file of a rank, which may have saved without the others.
+_SHARD = re.compile(r"__(\d+)_.*\.distcp")
 
 
 def drain(
@@ -99,8 +103,9 @@ def drain(
         The files that mark the others as complete, as patterns of names or of paths below
         `source`.  They are copied in this order, once all other files are durable; of
         several for one pattern, those in the deepest folders first.  Each pattern must
-        match a file, except the default: ".metadata", "manifest.json", and "*.index.json"
-        and "*.index.*.json", such as "model.safetensors.index.json".
+        match a file, except the default: ".metadata", "__*.metadata" (of ranks that save
+        without collectives), "manifest.json", and "*.index.json" and "*.index.*.json",
+        such as "model.safetensors.index.json".
     retries : int, default 3
         How often to retry a file after an error (0 to 1000), after growing pauses.
     bandwidth : float, optional
@@ -139,8 +144,8 @@ def drain(
     nobody may save there meanwhile.  In a folder, the drain of a model with an index waits
     for a save that names its files, and fails after 60 s; saves to it, and other drains of
     such a model, wait for the drain in the same way.  The drain of a checkpoint with
-    ``.metadata`` makes a save fail that began before it, and fails if one begins before it
-    has copied that file.
+    ``.metadata``, or such a file of a rank, makes a save fail that began before it, and
+    fails if one begins before it has copied that file.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
@@ -238,15 +243,9 @@ class Drain:
                 )
         self.future: ToldFuture[int] = ToldFuture()
         self.future.add_done_callback(self._end_if_cancelled)
-        # Those that the target may still have from before.
-        self._marked = [
-            (mark, files)
-            for mark, files in _MARKED
-            if any(_is(mark, pattern) for pattern in names)
-        ]
-        marks = {mark for mark, _ in self._marked}
-        self._old_last = {os.path.join(f, mark) for f in folders for mark in marks}
-        self._old_last.update(self.last)
+        self._patterns = names
+        # Those that the target does not have from before.
+        self._new: set[str] = set()
         self._marked_missing: set[str] = set()
         # What keeps other writers away, and what raises if one has begun, by marking file.
         self._holding = contextlib.ExitStack()
@@ -304,7 +303,7 @@ class Drain:
             try:
                 self._make_folders()
                 for name in self.sizes:
-                    if os.path.basename(name) in HELD:
+                    if is_held(name):
                         self._try(name, functools.partial(self._hold, name))
                 mine = set(map(short_name, self.sizes))
                 for folder in self.folders:
@@ -350,8 +349,8 @@ class Drain:
             raise CancelledError
         self._look_at_source()
         self._look_at_target()
-        # If one fails, those before it stay: what they mark is complete, and others may have
-        # replaced them.
+        # If one fails, those before it stay: what they mark is complete, and others may
+        # have replaced them.
         for name in self.last:
             self._copy(name)
             self._settle([os.path.dirname(name)])
@@ -467,7 +466,7 @@ class Drain:
                         self._mark_missing(os.path.join(os.path.dirname(name), INDEX_NAME))
                     self._remove_old_last(marks)
                     if at != "commit":
-                        self._old_last.discard(name)
+                        self._new.add(name)
 
             replace("open")
             with self.place.writing(name, before.st_mode) as writer:
@@ -498,7 +497,7 @@ class Drain:
                     )
                 replace("commit")
                 writer.commit()
-                self._old_last.discard(name)
+                self._new.add(name)
 
     def _marks_of(self, name: str) -> list[str]:
         """Return the `last` files that no longer fit once a file is replaced."""
@@ -507,19 +506,20 @@ class Drain:
         for folder in _above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]
-        for mark, pattern in self._marked:
-            if place < 0 and _is(name, pattern):
-                marks.append(os.path.join(os.path.dirname(name), mark))
+        for mark in _default_marks(name):
+            is_known = mark in self._order
+            if not is_known and any(_is(mark, pattern) for pattern in self._patterns):
+                marks.append(mark)
         return marks
 
     def _remove_old_last(self, names: Iterable[str]) -> None:
         """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
-            old = self._old_last.intersection(names)
+            old = set(names) - self._new
             for name in old.intersection(self._require_held):
                 self._require_held[name]()
             self._invalidate(old)
-            self._old_last -= old
+            self._new |= old
 
     def _mark_missing(self, index: str) -> None:
         """Mark the index of a model that the target lacks, once."""
@@ -637,6 +637,16 @@ def _is(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(
         os.path.basename(name), pattern
     )
+
+
+def _default_marks(name: str) -> Iterator[str]:
+    """Yield what marks a file by default, and its folder may have."""
+    folder, base = os.path.split(name)
+    for mark, pattern in _MARKED:
+        if fnmatch.fnmatchcase(base, pattern):
+            yield os.path.join(folder, mark)
+    if found := _SHARD.fullmatch(base):
+        yield os.path.join(folder, f"__{found[1]}{METADATA}")
 
 
 def _files_below(source: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:

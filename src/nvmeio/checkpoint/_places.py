@@ -21,7 +21,7 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.kinds import METADATA
+from nvmeio._files.kinds import METADATA, OF_RANK
 from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
@@ -34,8 +34,8 @@ from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
-__all__ = ["HELD", "Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
-__all__ += ["local_path", "pieces_of", "place_of"]
+__all__ = ["Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
+__all__ += ["is_held", "local_path", "pieces_of", "place_of"]
 
 
 PIECE_BYTES = 4 << 20
@@ -64,9 +64,6 @@ _OF_CREDENTIALS = (
     "google.auth.",
 )
 
-
-# What marks the files of a folder as those of one save, which excludes others.
-HELD = (METADATA, INDEX_NAME)
 
 _Check = Callable[[], None]
 
@@ -110,7 +107,7 @@ class Place(Protocol):
     def holding(
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[_Check | None]:
-        """Keep others away that save what a file of HELD marks, or lose that to them.
+        """Keep others away that save what a file marks that is_held(), or lose to them.
 
         Yield what raises FileExistsError if it is lost; None if nothing is held.  `mode` is
         that of the file.  `pause` is called, with seconds, as long as another has to be
@@ -137,6 +134,12 @@ class Place(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
+
+
+def is_held(name: str) -> bool:
+    """Return whether a file marks those of one save, which excludes others."""
+    base = os.path.basename(name)
+    return base in (METADATA, INDEX_NAME) or OF_RANK.fullmatch(base) is not None
 
 
 def local_path(target: Path) -> str | None:
@@ -231,7 +234,7 @@ class Folder:
                         stack.enter_context(alone_in(folder, pause))
                     claim = Claim(self.path(name), _mode(mode))
                     stack.callback(claim.remove)
-                    if base == METADATA:
+                    if base != INDEX_NAME:
                         self._claims[name] = claim
                         stack.callback(self._claims.pop, name)
                     require_held = claim.check

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._files.kinds import OF_RANK
 from nvmeio._files.paths import absolute, exists, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
@@ -56,8 +57,6 @@ P = ParamSpec("P")
 _NAMES_MAX = 8
 # The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
-# The name of the metadata of one rank, from a save without collectives.
-_OF_RANK = re.compile(r"__\d+\.metadata")
 
 
 @dataclasses.dataclass
@@ -397,7 +396,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         left = (shards_of(claim.target) or set()) | set(_left_in(folder, rank))
         if rank is None:
             # torch falls back to it if it cannot read ``.metadata``.
-            for name in filter(_OF_RANK.fullmatch, os.listdir(folder)):
+            for name in filter(OF_RANK.fullmatch, os.listdir(folder)):
                 if (needed := shards_of(os.path.join(folder, name))) and needed <= left:
                     left.add(name)
         # Only this rank's names: other ranks may write to other file systems.
