@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
@@ -1206,12 +1207,31 @@ def test_leftovers_with_long_names_are_removed(source, tmp_path):
     (source / ("n" * 250)).write_bytes(b"x")
     target = tmp_path / "target"
     target.mkdir()
-    (target / f".{'n' * 220}.01234567.nvmeio-part").write_bytes(b"x")
-    (target / f".{'m' * 220}.01234567.nvmeio-part").write_bytes(b"x")
+    left = [target / f".{letter * 220}.01234567.nvmeio-part" for letter in "nm"]
+    for path in left:
+        path.write_bytes(b"x")
+    # Nobody has written to it for a day.
+    os.utime(left[0], (0, 0))
     drain(source, target).result()
-    assert [n for n in os.listdir(target) if n.endswith("-part")] == [
-        f".{'m' * 220}.01234567.nvmeio-part"
-    ]
+    assert [path.exists() for path in left] == [False, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_what_a_killed_drain_of_another_user_has_left_is_passed_over(source):
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        copied = shutil.copytree(source, os.path.join(shared, "source"))
+        target = os.path.join(shared, "target")
+        os.mkdir(target)
+        for folder in (shared, target):
+            os.chmod(folder, 0o777)
+        left = os.path.join(target, ".empty.host-1-1-01234567.nvmeio-tmp")
+        os.close(os.open(left, os.O_CREAT, 0o600))
+        try:
+            os.seteuid(65534)
+            assert drain(copied, target).result() == sum(map(len, FILES.values()))
+        finally:
+            os.seteuid(0)
+        assert os.path.exists(left)
 
 
 def test_two_drains_to_one_folder_leave_each_other_alone(tmp_path, monkeypatch):
@@ -1520,6 +1540,17 @@ def test_a_target_keeps_no_mark_of_an_older_copy_that_the_source_lacks(
     (source / file).write_text("two")
     drain(source, target).result()
     assert not (target / index).exists()
+
+
+def test_a_checkpoint_of_all_ranks_goes_before_that_of_one_is_there(tmp_path):
+    """Readers take it first."""
+    for source, mark in (("all", ".metadata"), ("one", "__0.metadata")):
+        (tmp_path / source).mkdir()
+        for name in (mark, f"__0_{source}.distcp"):
+            (tmp_path / source / name).write_text(source)
+        drain(tmp_path / source, tmp_path / "far").result()
+    names = {"__0.metadata", "__0_all.distcp", "__0_one.distcp"}
+    assert {*os.listdir(tmp_path / "far")} == names
 
 
 @pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])

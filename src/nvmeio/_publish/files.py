@@ -129,6 +129,8 @@ def new_file(path: str, mode: int = 0o666) -> File:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
     raise OSError(errno.ESTALE, f"it was removed {_TRIES} times while it was made", path)
 
 

@@ -14,7 +14,6 @@ from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
 __all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
-__all__ += ["is_unused"]
 __all__ += [
     "remove_left",
     "rename",
@@ -36,7 +35,7 @@ _LEFT = re.compile(
 # Files of version 0.2 do not say whose they are; this long unchanged, they are nobody's.
 _NOBODYS = re.compile(r"\.nvmeio-[0-9a-f]{16}\.tmp")
 _NOBODYS_AGE_S = 86400
-# Of a copy of version 0.2.
+# One of a copy.
 _COPIED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 # For the name and the host; the whole name may have at most 255 bytes.
 _NAME_MAX = 80
@@ -148,18 +147,6 @@ def is_left(found: OwnerOf) -> bool:
     return own and not is_in_use(found.string)
 
 
-def is_unused(path: str) -> bool:
-    """Return whether nobody is known to use what has a temporary name."""
-    found = _LEFT.fullmatch(os.path.basename(path))
-    if found and is_of_living(found):
-        return False
-    try:
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
-            return not is_locked(descriptor)
-    except FileNotFoundError:
-        return False
-
-
 def remove_left(
     folder: str, chosen: Callable[[OwnerOf], bool]
 ) -> tuple[list[str], OSError | None]:
@@ -189,7 +176,7 @@ def remove_left(
 
 
 def _is_nobodys(entry: "os.DirEntry[str]") -> bool:
-    if not _NOBODYS.fullmatch(entry.name):
+    if not (_NOBODYS.fullmatch(entry.name) or _COPIED.fullmatch(entry.name)):
         return False
     found = entry.stat(follow_symlinks=False)
     return stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - _NOBODYS_AGE_S

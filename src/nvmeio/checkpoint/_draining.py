@@ -22,7 +22,7 @@ from nvmeio._arguments.checks import shown, whole
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.descriptors import ask_anew
-from nvmeio._files.kinds import MANIFEST, METADATA, TENSORS
+from nvmeio._files.kinds import MANIFEST, METADATA, OF_RANK, TENSORS
 from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
@@ -457,7 +457,7 @@ class Drain:
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
-            marks = [] if there is None else self._marks_of(name)
+            marks = self._marks_of(name, is_new=there is None)
 
             def replace(at: str) -> None:
                 """Remove the marks if the file is replaced now, not earlier or later."""
@@ -499,10 +499,12 @@ class Drain:
                 writer.commit()
                 self._new.add(name)
 
-    def _marks_of(self, name: str) -> list[str]:
-        """Return the `last` files that no longer fit once a file is replaced."""
+    def _marks_of(self, name: str, *, is_new: bool) -> list[str]:
+        """Return the `last` files that no longer fit once a file is there."""
+        marks: list[str] = []
+        if is_new and not OF_RANK.fullmatch(os.path.basename(name)):
+            return marks
         place = self._order.get(name, -1)
-        marks = []
         for folder in _above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]

@@ -25,9 +25,16 @@ from nvmeio._files.kinds import METADATA, OF_RANK
 from nvmeio._files.paths import absolute_folder, refuse_url
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
-from nvmeio._publish.claims import Claim
+from nvmeio._publish.claims import Claim, log_left
 from nvmeio._publish.files import new_file, show_use
-from nvmeio._publish.names import final_name, is_unused, rename, temporary_name
+from nvmeio._publish.names import (
+    OwnerOf,
+    is_of_living,
+    remove_left,
+    rename,
+    short_name,
+    temporary_name,
+)
 from nvmeio._safetensors.places import INDEX_NAME
 from nvmeio._safetensors.turns import alone_in
 from nvmeio._streams.memory import Bytes
@@ -272,11 +279,14 @@ class Folder:
         sync_folder(self.path(folder))
 
     def clean(self, folder: str, names: Collection[str]) -> None:
-        for name in os.listdir(self.path(folder)):
-            path, mine = os.path.join(folder, name), final_name(name)
+        def is_mine(found: OwnerOf) -> bool:
             # Long names of files of two drains may have one short name.
-            if mine and os.path.join(folder, mine) in names and is_unused(self.path(path)):
-                self.remove(path)
+            name = short_name(os.path.join(folder, found["name"]))
+            return name in names and not is_of_living(found)
+
+        _, failed = remove_left(self.path(folder), is_mine)
+        if failed is not None:
+            log_left(failed)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
