@@ -24,6 +24,7 @@ from children import Child, run_tool
 from fuse_mounts import FAULTYFS, empty, fuse_refusal, served
 from helpers import become_host, pattern
 from mounts import overlay, unmount
+from nvmeio._files import paths
 from nvmeio._safetensors.places import REPLACING
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
 from nvmeio.checkpoint._restoring import Held
@@ -888,6 +889,29 @@ def test_a_partly_replaced_copy_has_no_manifest(
     failures = {"new": [OSError(errno.ENOSPC, "no room")]}
     assert drain_with(failures).exception()
     assert (target / mark).read_bytes() == FILES[".metadata"]
+
+
+def test_a_partly_replaced_copy_that_nfs_does_not_remember_has_no_metadata(
+    source, tmp_path, drain_with, monkeypatch
+):
+    """NFS forgets what was missing once it has asked about the folder."""
+    monkeypatch.setattr(_draining, "FILES", 1)
+    target, hidden = tmp_path / "target", tmp_path / "hidden"
+    drain(source, target).result()
+    shutil.move(target, hidden)
+    target.mkdir()
+
+    def asking(path):
+        if path == str(target) and hidden.exists():
+            shutil.copytree(hidden, target, dirs_exist_ok=True)
+            shutil.rmtree(hidden)
+
+    monkeypatch.setattr(paths, "ask_anew", asking)
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        (source / name).write_bytes(b"of the second save")
+    failures = {"__1_0.distcp": [OSError(errno.ENOSPC, "no room")]}
+    assert drain_with(failures).exception()
+    assert not [folder for folder in (target, hidden) if (folder / ".metadata").exists()]
 
 
 def test_a_copy_whose_last_file_cannot_be_written_stays_as_it_was(

@@ -22,7 +22,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import METADATA, OF_RANK
-from nvmeio._files.paths import absolute_folder, refuse_url
+from nvmeio._files.paths import absolute_folder, exists_now, refuse_url
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
 from nvmeio._publish.claims import Claim, log_left
@@ -261,8 +261,12 @@ class Folder:
             yield from _read_anew(file)
 
     def size(self, name: str) -> int | None:
+        path = self.path(name)
         try:
-            found = os.lstat(self.path(name))
+            # If this host remembers that it is missing, the marks of a copy would stay.
+            if not exists_now(path):
+                return None
+            found = os.lstat(path)
         except FileNotFoundError:
             return None
         # A symbolic link is replaced, whatever it leads to: that may be the source itself.
@@ -290,7 +294,8 @@ class Folder:
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path(name))
+            if exists_now(path := self.path(name)):
+                os.unlink(path)
 
 
 class _FolderWriter:

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from nvmeio._files import descriptors
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.paths import exists, naming, refuse_url
+from nvmeio._files.paths import exists, exists_now, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.claims import Claim, log_left, remove_unneeded
@@ -397,7 +397,7 @@ thread_count_consolidation
 def _refuse_single(folder: str) -> None:
     """Raise FileExistsError if an index in a folder would be passed over."""
     single = os.path.join(folder, SINGLE_NAME)
-    if exists(single):
+    if exists_now(single):
         raise FileExistsError(
             errno.EEXIST,
             "transformers would load this file instead of the model that is saved beside "

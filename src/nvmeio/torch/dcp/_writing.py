@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from nvmeio._files.descriptors import cut
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import OF_RANK
-from nvmeio._files.paths import absolute, exists, refuse_url
+from nvmeio._files.paths import absolute, exists, exists_now, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.claims import Claim, remove_unneeded
@@ -202,7 +202,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
         path = os.fspath(self._get_metadata_path())
-        if not self.use_collectives and exists(path):
+        if not self.use_collectives and exists_now(path):
             raise FileExistsError(
                 errno.EEXIST,
                 "the folder has a checkpoint of all ranks, which would be loaded first; "
