@@ -76,11 +76,13 @@ class Claim:
 
     def check(self) -> None:
         """Raise FileExistsError if a later save began before this one has published."""
+        if self.is_published:
+            return
         # NFS remembers for seconds which names there are, and file systems in user space
         # what a name leads to.
         for each in (os.path.dirname(self.path), self.path):
             ask_anew(each)
-        if not self.is_published and not exists(self.path):
+        if not exists(self.path):
             raise self._lost()
 
     def opened(self) -> Descriptor:
