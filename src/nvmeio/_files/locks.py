@@ -30,6 +30,7 @@ __all__ = [
     "is_of_a_lock",
     "locked_for_reading",
     "locked_header",
+    "mode_for_writers",
     "unlock",
 ]
 
@@ -131,8 +132,7 @@ class WriterLock(_Lock):
     def _create(self) -> Descriptor | None:
         """Create and open the file; return None if it is there."""
         with contextlib.suppress(FileExistsError):
-            # From its first moment only its owner may read it: see _hide_from_readers().
-            return opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o622)
+            return opened(self.path, LOCK_FLAGS | os.O_CREAT | os.O_EXCL)
         return None
 
     @property
@@ -248,14 +248,20 @@ def _hide_from_readers(descriptor: int) -> None:
     A user who can read a file can also lock it, and would keep the writer away.
     """
     found = os.fstat(descriptor)
-    may_write = found.st_mode & 0o222
+    mode = mode_for_writers(found.st_mode)
     if (
         found.st_nlink < 2
         and found.st_uid == os.geteuid()
-        and stat.S_IMODE(found.st_mode) & 0o444 != may_write << 1
+        and (found.st_mode ^ mode) & 0o444
     ):
         with best_effort():
-            os.fchmod(descriptor, may_write | may_write << 1)
+            os.fchmod(descriptor, mode)
+
+
+def mode_for_writers(mode: int) -> int:
+    """Return the mode with which only those read a file who may write it."""
+    may_write = mode & 0o222
+    return may_write | may_write << 1
 
 
 def _refuse_without_locks(error: OSError) -> None:

@@ -6,19 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from nvmeio._files.descriptors import Descriptor, ask_anew, best_effort, opened
-from nvmeio._files.locks import WriterLock, holder_text, is_of_a_lock
+from nvmeio._files.descriptors import ask_anew, best_effort, opened
+from nvmeio._files.locks import WriterLock, is_of_a_lock
 from nvmeio._files.paths import counts_links
-from nvmeio._native.descriptor import TemporaryName
-from nvmeio._publish.files import link
-from nvmeio._publish.names import (
-    OwnerOf,
-    final_name,
-    is_dead,
-    is_left,
-    remove_left,
-    temporary_name,
-)
+from nvmeio._publish.locks import SharedLock
+from nvmeio._publish.names import final_name
 
 __all__ = ["LOCK", "alone_in"]
 
@@ -41,7 +33,7 @@ def alone_in(folder: str, pause: Callable[[float], object] | None = None) -> Ite
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
         yield
         return
-    lock = _SharedLock(folder, LOCK, *_LOCK_OF)
+    lock = SharedLock(folder, LOCK, *_LOCK_OF)
     end = time.monotonic() + PATIENCE_S
     try:
         while not _took(lock, end):
@@ -84,49 +76,6 @@ def _took(lock: WriterLock, end: float) -> bool:
             os.unlink(lock.path)
         return True
     return True
-
-
-class _SharedLock(WriterLock):
-    """A lock that all can take who may write in its folder, also after a killed holder.
-
-    They are members of a group, which a new file need not have, those in an ACL, and whom
-    root saves for.
-    """
-
-    def _create(self) -> Descriptor | None:
-        if self._make():
-            return None
-        # Where files have one name only.
-        if (made := super()._create()) is not None:
-            self._share(made.number)
-        return made
-
-    def _make(self) -> bool:
-        """Make the file, which others may lock from its first moment; return whether."""
-        folder, name = os.path.split(self.path)
-
-        def is_of_lock(found: OwnerOf) -> bool:
-            return found["name"] == name and (is_dead(found) or is_left(found))
-
-        with best_effort():
-            remove_left(folder, is_of_lock)
-        with best_effort(), TemporaryName(temporary_name(self.path)) as path:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            with opened(path, flags, 0o600) as number:
-                self._share(number)
-                os.write(number, holder_text())
-                with contextlib.suppress(FileExistsError):
-                    link(number, self.path)
-            return True
-        return False
-
-    def _share(self, number: int) -> None:
-        about = os.stat(os.path.dirname(self.path))
-        with best_effort():
-            os.fchmod(number, 0o666 if about.st_mode & 0o022 else 0o600)
-        if os.geteuid() == 0:
-            with best_effort():
-                os.fchown(number, about.st_uid, -1)
 
 
 def _has_lost_name(lock: WriterLock) -> bool:

@@ -12,7 +12,6 @@ from nvmeio._events.log import log
 from nvmeio._files.descriptors import ask_anew, opened
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import MANIFEST, STEP, what_is_in
-from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import (
     dangling,
     exists,
@@ -23,6 +22,7 @@ from nvmeio._files.paths import (
 )
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
+from nvmeio._publish.locks import FolderLock
 from nvmeio._publish.names import ASIDE, final_name
 from nvmeio.checkpoint._errors import (
     CheckpointError,
@@ -74,8 +74,8 @@ ATTEMPT = re.compile(
     r"(?P<number>[1-9]\d*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}"
 )
 
-# The inode, the size and a time of each, a folder and its files; None for what is missing.
-Identities = tuple[tuple[int, int, int] | None, ...]
+# Of each, a folder and its files; None for what is missing.
+Identities = tuple[os.stat_result | None, ...]
 # Copies the files of a step to a place, the manifest last; returns their size in bytes.
 Copy = Callable[[Place], int]
 
@@ -216,6 +216,30 @@ def named_in(text: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _is_untouched(before: os.stat_result | None, now: os.stat_result | None) -> bool:
+    """Return whether a file is as it was.
+
+    Its number does not say so: some FUSE file systems give it another one each time.
+    """
+    if before is None or now is None:
+        return before is now
+    then = before.st_size, before.st_ctime_ns
+    return then == (now.st_size, now.st_ctime_ns)
+
+
+def _is_unmended(before: os.stat_result | None, now: os.stat_result | None) -> bool:
+    """Return whether nobody has written to a file, or replaced it.
+
+    A chmod, which changes the ctime too, mends nothing.  What took its place has another
+    number and another ctime, if maybe the same mtime.
+    """
+    if before is None or now is None:
+        return before is now
+    if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+        return False
+    return before.st_ino == now.st_ino or before.st_ctime_ns == now.st_ctime_ns
+
+
 def missing(path: str) -> CheckpointError:
     """Return the error for a step that is named but not there."""
     file = f"{path.rpartition('/')[0]}/{LATEST}"
@@ -336,7 +360,7 @@ class StepFolder(Unfinished):
     """A temporary folder that gets the name of a step, and replaces only a step."""
 
     def __init__(
-        self, target: str, lock: WriterLock, sizes: Collection[int] | None = None
+        self, target: str, lock: FolderLock, sizes: Collection[int] | None = None
     ) -> None:
         """Make the folder, for files of these `sizes` if they are known."""
         require_ours(target)
@@ -368,7 +392,7 @@ class Root:
 
     def __init__(self, path: str) -> None:
         self.where = path
-        self.lock = WriterLock(path, _LOCK, *_LOCK_OF)
+        self.lock = FolderLock(path, _LOCK, *_LOCK_OF)
         # Those that were found damaged, with what was there and the error, and those that
         # were complete.
         self._damaged: dict[int, tuple[Identities, str]] = {}
@@ -412,7 +436,7 @@ class Root:
         aside = [final_name(each) or "" for each in names if each.endswith(ASIDE)]
         if not any(map(STEP.fullmatch, aside)):
             return
-        lock = WriterLock(self.where, _LOCK, *_LOCK_OF)
+        lock = FolderLock(self.where, _LOCK, *_LOCK_OF)
         # Another process writes, or this one; or this user may not.
         with contextlib.suppress(OSError):
             lock.take()
@@ -495,7 +519,8 @@ class Root:
         identities = self._identities(step)
         if None in identities or self.damage(step) is not None:
             return False
-        if self._complete.get(step) != identities:
+        before = self._complete.get(step, ())
+        if len(before) < len(identities) or not all(map(_is_untouched, before, identities)):
             if self.identity(step) is None:
                 return False
             self._complete[step] = identities
@@ -504,7 +529,7 @@ class Root:
     def read(self, step: int, read: Any, files: Collection[str] = FILES) -> Any:
         """Read a step; if it is damaged, remember that until it changes."""
         # Taken before, because another process may replace the folder after the error.
-        identities = self._identities(step, "st_mtime_ns")
+        identities = self._identities(step)
         try:
             return self._read(step, read)
         except (CheckpointError, OSError) as error:
@@ -589,24 +614,23 @@ class Root:
         if (found := self._damaged.get(step)) is None:
             return None
         identities, words = found
-        # A chmod, which changes the ctime too, mends nothing.
-        return words if identities == self._identities(step, "st_mtime_ns") else None
+        same = all(map(_is_unmended, identities, self._identities(step)))
+        return words if same else None
 
     def forget_damage(self, step: int) -> None:
         """Count a step again, because all of it was read."""
         self._damaged.pop(step, None)
 
-    def _identities(self, step: int, time: str = "st_ctime_ns") -> Identities:
+    def _identities(self, step: int) -> Identities:
         """Return what a step's folder and its files are now.
 
         The files too, because another tool may still write to them, or repair them.
         """
         folder = self.folder(step)
-        identities: list[tuple[int, int, int] | None] = []
+        identities: list[os.stat_result | None] = []
         for path in (folder, *(os.path.join(folder, name) for name in FILES)):
             try:
-                found = os.lstat(path)
-                identities.append((found.st_ino, found.st_size, getattr(found, time)))
+                identities.append(os.lstat(path))
             except OSError:
                 identities.append(None)
         return tuple(identities)

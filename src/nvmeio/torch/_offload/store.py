@@ -13,7 +13,6 @@ import torch
 
 from nvmeio._arguments.types import Path
 from nvmeio._files.folders import make_folders
-from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute_folder, leads_to
 from nvmeio._memory.heap import give_back
 from nvmeio._memory.strides import is_dense
@@ -21,6 +20,7 @@ from nvmeio._native.file import File, owned
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio._publish.files import show_use
+from nvmeio._publish.locks import FolderLock
 from nvmeio._publish.names import remove_left, temporary_name
 from nvmeio._streams.pending import Item, Pending
 from nvmeio._streams.writing import reserve
@@ -57,7 +57,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = absolute_folder("folder", folder)
         make_folders(self.folder, sync=False)
-        self._lock = WriterLock(
+        self._lock = FolderLock(
             self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
         )
         self._lock.take()
@@ -429,7 +429,7 @@ def _clear(folder: str) -> None:
         raise failed
 
 
-def _close(folder: str, files: list[File], handle: Handle, lock: WriterLock) -> None:
+def _close(folder: str, files: list[File], handle: Handle, lock: FolderLock) -> None:
     """Remove all files and release the lock; in a forked child, do nothing."""
     if lock.descriptor < 0:
         return
