@@ -27,6 +27,7 @@ __all__ = [
     "mount_of",
     "naming",
     "refuse_url",
+    "remove_now",
     "resolved",
 ]
 __all__ += ["stat_of", "synced_folder"]
@@ -173,6 +174,13 @@ def exists_now(path: str) -> bool:
             return False
         raise OSError(error.errno, error.strerror, path) from error
     return True
+
+
+def remove_now(path: str) -> None:
+    """Remove a file if it exists, even if this host remembers that it does not."""
+    with contextlib.suppress(FileNotFoundError):
+        if exists_now(path):
+            os.unlink(path)
 
 
 def leads_to(path: str | bytes, descriptor: int, *, follow: bool = True) -> bool:

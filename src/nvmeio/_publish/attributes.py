@@ -5,6 +5,7 @@ import os
 import stat
 
 from nvmeio._files.descriptors import best_effort
+from nvmeio._files.paths import exists_now
 
 __all__ = ["become_like"]
 
@@ -16,6 +17,9 @@ def become_like(descriptor: int, target: str) -> None:
     contents must not become theirs.  Nor from what a symbolic link leads to, for anybody
     may have chosen that.
     """
+    # What this host remembers as missing may have got a private mode on another one.
+    if not exists_now(target):
+        return
     try:
         other = os.lstat(target)
         folder = os.stat(os.path.dirname(target) or ".")

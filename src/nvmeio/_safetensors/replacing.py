@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from nvmeio._files.descriptors import ask_anew, best_effort, open_regular
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.paths import synced_folder
+from nvmeio._files.paths import exists_now, remove_now, synced_folder
 from nvmeio._files.times import ambiguous_s
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
@@ -80,6 +80,9 @@ def replacing_model(
 
     def begin() -> None:
         nonlocal before, old
+        # This host may remember as missing what another one has saved.
+        for path in (index, *paths):
+            exists_now(path)
         now = _identities(paths)
         if places is not None and _may_mix(index, {*names}, places, any(now)):
             before, old = now, _contents(index)
@@ -119,9 +122,7 @@ def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:
     for name in sorted(names):
         path = os.path.join(folder, name)
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
+            remove_now(path)
         except OSError as error:
             if error.errno is None:
                 # A signal handler raised it.
