@@ -6,6 +6,7 @@ import ftplib
 import functools
 import gc
 import io
+import itertools
 import json
 import logging
 import os
@@ -1403,6 +1404,34 @@ def test_a_last_file_replaced_before_its_copy_is_an_error(
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
 
+def test_what_a_save_replaces_while_the_source_is_listed_is_listed_anew(
+    source, tmp_path, monkeypatch
+):
+    state_of, changes = _draining._state_of, []
+
+    def replacing(found):
+        if not changes:
+            changes.append(None)
+            (source / "__2_0.distcp").write_bytes(b"of the second save")
+            (source / ".metadata").write_bytes(b"what there is now")
+        return state_of(found)
+
+    monkeypatch.setattr(_draining, "_state_of", replacing)
+    drain(source, tmp_path / "target").result()
+    found = [
+        (tmp_path / "target" / name).read_bytes() for name in ("__2_0.distcp", ".metadata")
+    ]
+    assert found == [b"of the second save", b"what there is now"]
+
+
+def test_a_source_that_keeps_changing_is_refused(source, tmp_path, monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr(_draining, "_state_of", lambda found: (next(numbers), 0))
+    with pytest.raises(CheckpointError, match="is being written to"):
+        drain(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
 def test_a_source_that_changes_during_the_last_file_does_not_disturb_the_copy(
     source, tmp_path, monkeypatch
 ):
@@ -1548,7 +1577,6 @@ def test_a_target_of_links_is_no_mixture_when_a_drain_is_killed(tmp_path, full_a
         ("pytorch_model.bin.index.json", "pytorch_model-1.bin"),
         ("manifest.json", "tree.json"),
         ("__0.metadata", "__0_0.distcp"),
-        (".metadata", "__0.metadata"),
     ],
 )
 def test_a_target_keeps_no_mark_of_an_older_copy_that_the_source_lacks(
@@ -1566,15 +1594,24 @@ def test_a_target_keeps_no_mark_of_an_older_copy_that_the_source_lacks(
     assert not (target / index).exists()
 
 
-def test_a_checkpoint_of_all_ranks_goes_before_that_of_one_is_there(tmp_path):
-    """Readers take it first."""
+@pytest.mark.parametrize("far", ["far", "memory://far"])
+def test_a_single_rank_is_not_copied_over_a_checkpoint_of_all(tmp_path, far):
+    """Readers would take that one."""
+    fsspec.filesystem("memory").store.clear()
+    target = far if "://" in far else tmp_path / far
     for source, mark in (("all", ".metadata"), ("one", "__0.metadata")):
         (tmp_path / source).mkdir()
         for name in (mark, f"__0_{source}.distcp"):
             (tmp_path / source / name).write_text(source)
-        drain(tmp_path / source, tmp_path / "far").result()
-    names = {"__0.metadata", "__0_all.distcp", "__0_one.distcp"}
-    assert {*os.listdir(tmp_path / "far")} == names
+    drain(tmp_path / "all", target).result()
+    with pytest.raises(FileExistsError, match="would be loaded first"):
+        drain(tmp_path / "one", target).result()
+    assert drain(tmp_path / "all", target).result() == 6
+    # One folder may have had both.
+    for name in os.listdir(tmp_path / "one"):
+        shutil.copy(tmp_path / "one" / name, tmp_path / "all")
+    assert drain(tmp_path / "all", target).result() == 12
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.mark.parametrize("mark", [".metadata", "model.safetensors.index.json"])

@@ -1356,12 +1356,19 @@ def save_of_rank(folder, state, **options):
 
 
 @pytest.mark.parametrize(
-    ("save", "mark"), [(save, ".metadata"), (save_of_rank, "__0.metadata")]
+    ("save", "other", "mark", "there"),
+    [
+        (save, save, ".metadata", True),
+        (save, save, ".metadata", False),
+        (save, save_of_rank, ".metadata", False),
+        (save_of_rank, save_of_rank, "__0.metadata", True),
+        (save_of_rank, save, "__0.metadata", True),
+        (save_of_rank, save, "__0.metadata", False),
+    ],
 )
-@pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("at", ["shard", "metadata", "commit"])
 def test_a_save_that_begins_beside_a_drain_goes_on_alone(
-    tmp_path, monkeypatch, there, at, save, mark
+    tmp_path, monkeypatch, at, save, other, mark, there
 ):
     source, target = tmp_path / "source", tmp_path / "target"
     save(source, state_of(1), thread_count=2)
@@ -1373,7 +1380,7 @@ def test_a_save_that_begins_beside_a_drain_goes_on_alone(
     def beside():
         if not done:
             done.append(at)
-            save(target, state_of(3))
+            other(target, state_of(3))
 
     def copying(self, name):
         if at != "commit" and (name == mark) == (at == "metadata"):
@@ -1530,6 +1537,34 @@ def test_a_mount_that_refuses_files_open_for_both_gets_a_copy(tmp_path, monkeypa
     monkeypatch.setattr(_places, "File", refusing)
     drain(source, target).result()
     assert same(load(target, zeroed(state_of(1))), state_of(1))
+
+
+@pytest.mark.parametrize(("first", "later"), [(True, False), (False, True)])
+def test_saves_of_all_ranks_and_of_one_exclude_each_other(tmp_path, first, later):
+    def save(writer, seed, collectives):
+        state = state_of(seed)
+        dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=collectives)
+
+    class Late(ours.FileSystemWriter):
+        def finish(self, **results):
+            save(FileSystemWriter(tmp_path), 2, later)
+            super().finish(**results)
+
+    with pytest.raises((CheckpointException, FileExistsError), match="begun meanwhile"):
+        save(Late(tmp_path), 1, first)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+def test_one_rank_does_not_save_beside_what_all_have_just_published(tmp_path):
+    class Slow(ours.FileSystemWriter):
+        def prepare_global_plan(self, plans):
+            save(tmp_path, state_of(2))
+            return super().prepare_global_plan(plans)
+
+    writer = Slow(tmp_path)
+    with pytest.raises(FileExistsError, match="which would be loaded first"):
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True, use_collectives=False)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
 
 
 def test_a_save_that_began_before_a_drain_fails(tmp_path):

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import Descriptor, ask_anew, opened
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.paths import exists, naming
+from nvmeio._files.kinds import METADATA, OF_RANK
+from nvmeio._files.paths import exists, naming, remove_now
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
 
@@ -22,9 +23,9 @@ _MEANWHILE_NS = 60 * 10**9
 class Claim:
     """The right to publish a checkpoint in a folder, which the latest save has.
 
-    It is a file with a temporary name, which becomes ``.metadata``.  A later save removes
-    it, so that the rename fails.  It needs no lock, which a machine that has lost its
-    network could hold for ever.
+    It is a file with a temporary name, which becomes ``.metadata``, or such a file of one
+    rank.  A later save removes it, so that the rename fails.  It needs no lock, which a
+    machine that has lost its network could hold for ever.
     """
 
     def __init__(self, target: str, mode: int | None = None) -> None:
@@ -33,7 +34,7 @@ class Claim:
         self.is_published = self._is_filled = False
         folder, name = os.path.split(target)
         # Those of dead processes first, whose times may be in the future.
-        remove_left(folder, lambda found: found["name"] == name)
+        remove_left(folder, lambda found: _exclude(found["name"], name))
         if mode is None:
             mode = 0o666
             with contextlib.suppress(FileNotFoundError):
@@ -57,10 +58,8 @@ class Claim:
         # NFS remembers for seconds what is in a folder.
         ask_anew(folder)
         for each in os.listdir(folder):
-            # First what is quick: a folder may have claims of a thousand ranks.
-            if not each.startswith(f".{name}.") or final_name(each) != name:
-                continue
-            if (other := os.path.join(folder, each)) == self.path:
+            other = os.path.join(folder, each)
+            if other == self.path or not _exclude(final_name(each) or "", name):
                 continue
             with contextlib.suppress(FileNotFoundError):
                 theirs = self._place(other)
@@ -140,13 +139,21 @@ class Claim:
         return FileExistsError(errno.EEXIST, words, self.target)
 
 
+def _exclude(one: str, other: str) -> bool:
+    """Return whether of two saves that publish files of these names only one may.
+
+    Ranks that save without the others do not exclude each other, but a save of all ranks.
+    """
+    if METADATA not in (one, other):
+        return one == other
+    return all(each == METADATA or OF_RANK.fullmatch(each) for each in (one, other))
+
+
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:
     """Remove files that are not referred to any more; log it if one cannot be removed."""
     for name in names:
         try:
-            os.unlink(os.path.join(folder, name))
-        except FileNotFoundError:
-            pass
+            remove_now(os.path.join(folder, name))
         except OSError as error:
             log_left(error)
 

@@ -23,7 +23,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.descriptors import ask_anew
 from nvmeio._files.kinds import MANIFEST, METADATA, OF_RANK, TENSORS
-from nvmeio._files.paths import absolute_folder, refuse_url
+from nvmeio._files.paths import absolute_folder, exists_now, refuse_url
 from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
@@ -48,6 +48,8 @@ __all__ = ["Drain", "drain"]
 # How many files are copied at once.
 FILES = 4
 RETRIES_MAX = 1000
+# How often the source is listed anew if it changes meanwhile.
+_LISTS_MAX = 10
 # Pause before a retry; it doubles each time, up to the maximum.
 PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
 
@@ -69,8 +71,6 @@ _LAST = (METADATA, "__*.metadata", MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
 _MARKED = (
     (METADATA, "*.distcp"),
-    # That of all ranks is read first.
-    (METADATA, "__*.metadata"),
     (MANIFEST, TENSORS),
     (MANIFEST, TREE),
     (INDEX_NAME, "*.safetensors"),
@@ -126,7 +126,7 @@ def drain(
         `source` does not exist, or is not a folder.
     CheckpointError
         `source` has a model whose files are being replaced, or a save that did so was
-        interrupted.
+        interrupted; or its files change while they are listed.
     TypeError, ValueError
         An argument is of the wrong type or out of range; `last` names a file that does not
         exist; `target` is `source` or inside it; or `source` has a file that is not a
@@ -217,7 +217,7 @@ class Drain:
             known = saved.files.items()
             self._records = {n: each for n, each in known if each.checksums is not None}
             self._block_bytes = saved.block_bytes
-        folders, self._states = _files_below(self.source)
+        folders, self._states = _found_below(self.source)
         self.sizes = {name: state[0] for name, state in self._states.items()}
         for name, size in self.sizes.items():
             if os.path.basename(name) == INDEX_NAME and size == len(REPLACING):
@@ -322,11 +322,19 @@ class Drain:
             self._try(folder, functools.partial(self.place.make, folder, mode))
 
     def _hold(self, name: str) -> None:
+        of_all = _beside(name, METADATA)
+        is_of_rank = OF_RANK.fullmatch(os.path.basename(name)) is not None
+        if is_of_rank and of_all in self.sizes:
+            # Whose claim excludes the ranks.
+            return
         mode = os.stat(os.path.join(self.source, name)).st_mode
         holding = self.place.holding(name, mode, self._pause)
         require_held = self._holding.enter_context(holding)
         if require_held is not None:
             self._require_held[name] = require_held
+        if is_of_rank and self.place.size(of_all) is not None:
+            words = f"{METADATA} beside it is of all ranks, and would be loaded first; "
+            raise FileExistsError(errno.EEXIST, f"{words}choose another target")
 
     def _next(self) -> str | None:
         if self.future.cancelled():
@@ -457,13 +465,13 @@ class Drain:
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
-            marks = self._marks_of(name, is_new=there is None)
+            marks = [] if there is None else self._marks_of(name)
 
             def replace(at: str) -> None:
                 """Remove the marks if the file is replaced now, not earlier or later."""
                 if at == self.place.replaced_at:
                     if there is None and name.endswith(".safetensors"):
-                        self._mark_missing(os.path.join(os.path.dirname(name), INDEX_NAME))
+                        self._mark_missing(_beside(name, INDEX_NAME))
                     self._remove_old_last(marks)
                     if at != "commit":
                         self._new.add(name)
@@ -499,12 +507,10 @@ class Drain:
                 writer.commit()
                 self._new.add(name)
 
-    def _marks_of(self, name: str, *, is_new: bool) -> list[str]:
-        """Return the `last` files that no longer fit once a file is there."""
-        marks: list[str] = []
-        if is_new and not OF_RANK.fullmatch(os.path.basename(name)):
-            return marks
+    def _marks_of(self, name: str) -> list[str]:
+        """Return the `last` files that no longer fit once a file is replaced."""
         place = self._order.get(name, -1)
+        marks = []
         for folder in _above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]
@@ -518,7 +524,8 @@ class Drain:
         """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
             old = set(names) - self._new
-            for name in old.intersection(self._require_held):
+            held_by = old | {_beside(name, METADATA) for name in old}
+            for name in held_by.intersection(self._require_held):
                 self._require_held[name]()
             self._invalidate(old)
             self._new |= old
@@ -641,38 +648,62 @@ def _is(name: str, pattern: str) -> bool:
     )
 
 
+def _beside(name: str, other: str) -> str:
+    """Return the name of another file in the folder of a file."""
+    return os.path.join(os.path.dirname(name), other)
+
+
 def _default_marks(name: str) -> Iterator[str]:
     """Yield what marks a file by default, and its folder may have."""
-    folder, base = os.path.split(name)
     for mark, pattern in _MARKED:
-        if fnmatch.fnmatchcase(base, pattern):
-            yield os.path.join(folder, mark)
-    if found := _SHARD.fullmatch(base):
-        yield os.path.join(folder, f"__{found[1]}{METADATA}")
+        if _is(name, pattern):
+            yield _beside(name, mark)
+    if found := _SHARD.fullmatch(os.path.basename(name)):
+        yield _beside(name, f"__{found[1]}{METADATA}")
 
 
-def _files_below(source: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-    """Return all folders and files below a folder, by relative path.
+# Folders have their modes, and files a state (size and time) by which a change is noticed.
+_Below = tuple[dict[str, int], dict[str, tuple[int, int]]]
 
-    The folders have their modes, and the files a state (size and time) by which a change is
-    noticed.
-    """
+
+def _found_below(source: str) -> _Below:
+    """Return what is below a folder at one moment: it is listed until two lists agree."""
+    found = _files_below(source)
+    for _ in range(_LISTS_MAX):
+        before, found = found, _files_below(source)
+        if before == found:
+            return found
+    words = f"its files changed each of the {_LISTS_MAX} times that it was listed"
+    raise CheckpointError(f"{source} is being written to: {words}")
+
+
+def _files_below(source: str) -> _Below:
+    """Return all folders and files below a folder, by relative path."""
     folders, states = {"": os.stat(source).st_mode}, {}
     left = deque(folders)
     while left:
         folder = left.popleft()
         path = os.path.join(source, folder)
+        # NFS remembers for seconds what is in a folder.
+        ask_anew(path)
         with os.scandir(path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 name = os.path.join(folder, entry.name)
-                mode = entry.stat(follow_symlinks=False).st_mode
+                try:
+                    state = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    if not exists_now(os.path.join(source, name)):
+                        # The next list tells whether something has replaced it.
+                        continue
+                    state = os.lstat(os.path.join(source, name))
+                mode = state.st_mode
                 if stat.S_ISDIR(mode):
                     folders[name] = mode
                     left.append(name)
                 elif _REMOVED.fullmatch(entry.name) or entry.name == LOCK:
                     continue
                 elif stat.S_ISREG(mode):
-                    states[name] = _state_of(entry.stat())
+                    states[name] = _state_of(state)
                 else:
                     raise ValueError(
                         f"{os.path.join(source, name)} is not a regular file; remove it, "

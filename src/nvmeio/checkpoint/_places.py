@@ -22,7 +22,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import Descriptor
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.kinds import METADATA, OF_RANK
-from nvmeio._files.paths import absolute_folder, exists_now, refuse_url
+from nvmeio._files.paths import absolute_folder, exists_now, refuse_url, remove_now
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
 from nvmeio._publish.claims import Claim, log_left
@@ -243,7 +243,7 @@ class Folder:
                     stack.callback(claim.remove)
                     if base != INDEX_NAME:
                         self._claims[name] = claim
-                        stack.callback(self._claims.pop, name)
+                        stack.callback(self._claims.pop, name, None)
                     require_held = claim.check
             except OSError as error:
                 # As in a folder that is read-only.
@@ -293,9 +293,7 @@ class Folder:
             log_left(failed)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if exists_now(path := self.path(name)):
-                os.unlink(path)
+        remove_now(self.path(name))
 
 
 class _FolderWriter:

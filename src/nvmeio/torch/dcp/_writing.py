@@ -201,14 +201,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the folder durably, and call torch's method."""
-        path = os.fspath(self._get_metadata_path())
-        if not self.use_collectives and exists_now(path):
-            raise FileExistsError(
-                errno.EEXIST,
-                "the folder has a checkpoint of all ranks, which would be loaded first; "
-                "save to another folder with use_collectives=False",
-                path,
-            )
+        self._refuse_all_ranks()
         make_folders(os.fspath(self.path))
         self._begin_save()
         # Before this save has a claim: a later one has no files yet.
@@ -223,6 +216,11 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         """Claim the folder, and tell each rank which of its files must stay."""
         path = self._metadata_file()
         self._save.claim = Claim(path)
+        try:
+            self._refuse_all_ranks()
+        except BaseException:
+            self._save.claim.remove()
+            raise
         # After the claim: from now on no earlier save replaces the metadata.
         needed = shards_of(path)
         kept: dict[int, set[str]] = {}
@@ -236,6 +234,17 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             data = _Told(plan.storage_data.prefix, names, save)
             told.append(dataclasses.replace(plan, storage_data=data))
         return told
+
+    def _refuse_all_ranks(self) -> None:
+        """Refuse to save one rank where a checkpoint of all would be loaded first."""
+        path = os.fspath(self._get_metadata_path())
+        if not self.use_collectives and exists_now(path):
+            raise FileExistsError(
+                errno.EEXIST,
+                "the folder has a checkpoint of all ranks, which would be loaded first; "
+                "save to another folder with use_collectives=False",
+                path,
+            )
 
     def _metadata_file(self) -> str:
         rank = None if self.use_collectives else self.rank
