@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from nvmeio._arguments.checks import direct_choice, path_of
 from nvmeio._files.kinds import HEAD_BYTES, what_begins
-from nvmeio._files.paths import naming
+from nvmeio._files.paths import exists_now, naming
 from nvmeio._native.file import File, owned
 from nvmeio._native.region import FileMap
 from nvmeio._native.system_calls import cached_fraction
@@ -84,7 +84,13 @@ class ModelFile:
         mapped: Mapped = False,
     ) -> None:
         self.path = cast("str", path_of(filename))
-        self.file = owned(File(self.path, direct=direct))
+        try:
+            self.file = owned(File(self.path, direct=direct))
+        except FileNotFoundError:
+            # This host may remember that another one had not saved it yet.
+            if not exists_now(os.fsdecode(self.path)):
+                raise
+            self.file = owned(File(self.path, direct=direct))
         try:
             self.before = os.fstat(self.file.fileno())
             size = self.before.st_size

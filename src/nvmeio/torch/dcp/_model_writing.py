@@ -430,7 +430,7 @@ def _has_other_ranks() -> bool:
 
 def _create_like(path: str, old: str) -> None:
     """Create an empty file that may be read by those who may read an old one."""
-    if os.path.isfile(old) and not os.path.islink(old):
+    if exists_now(old) and os.path.isfile(old) and not os.path.islink(old):
         with naming(path):
             # For nobody else, until it gets the mode of the old one.
             new_empty(path, 0o600)
