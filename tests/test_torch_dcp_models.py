@@ -1067,6 +1067,8 @@ def test_no_save_goes_on_beside_one_that_is_held(tmp_path, monkeypatch, first, s
             place = name, os.path.basename(os.fsdecode(args[-1]))
             others = r"nvmeio-tmp|distcp|\.nvmeio-save$"
             is_new = not re.search(others, place[1]) and place not in places
+            # exists_now() asks for a link to a folder, which nobody makes.
+            is_new = is_new and not str(args[0]).endswith("/.")
             if getattr(inside, "first", False) and is_new:
                 places.add(place)
                 inside.first = False
