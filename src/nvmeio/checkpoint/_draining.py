@@ -145,7 +145,8 @@ def drain(
     for a save that names its files, and fails after 60 s; saves to it, and other drains of
     such a model, wait for the drain in the same way.  The drain of a checkpoint with
     ``.metadata``, or such a file of a rank, makes a save fail that began before it, and
-    fails if one begins before it has copied that file.
+    fails if one begins before it has copied that file.  That of a rank is not copied to a
+    target that has ``.metadata``, which readers take first: FileExistsError.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
