@@ -10,7 +10,7 @@ import resource
 import shutil
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -1151,3 +1151,50 @@ def test_an_index_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):
         load_sharded(path, framework="np")
+
+
+@pytest.fixture
+def remembered(tmp_path, monkeypatch):
+    """Names that this host remembers as missing; only link(2) asks for one, as on FUSE."""
+    hidden, link = tmp_path / "hidden", os.link
+    hidden.mkdir()
+
+    def asking(source, path, **options):
+        if (there := hidden / os.path.basename(path)).exists():
+            there.rename(path)
+        link(source, path, **options)
+
+    monkeypatch.setattr(os, "link", asking)
+    return hidden
+
+
+@pytest.mark.parametrize("failing_at", [1, 2])
+def test_a_model_that_a_host_does_not_remember_is_replaced_as_one(
+    tmp_path, monkeypatch, remembered, failing_at
+):
+    save_sharded(tensors_of([10, 10, 10]), remembered, 12_000)
+    (remembered / INDEX).chmod(0o600)
+    before = (remembered / INDEX).read_bytes()
+    target = tmp_path / "model"
+    target.mkdir()
+    replace, renamed = os.replace, []
+
+    def failing(path, to):
+        if str(to).endswith(".safetensors"):
+            renamed.append(to)
+            if len(renamed) == failing_at:
+                raise OSError(errno.EIO, "planted", to)
+        replace(path, to)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match="planted"):
+        save_sharded(tensors_of([9, 9, 9]), target, 12_000)
+    text = before if failing_at == 1 else replacing.REPLACING
+    assert (target / INDEX).read_bytes() == text
+    assert (target / INDEX).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_a_host_does_not_remember_is_loaded(tmp_path, remembered):
+    safetensors.torch.save_file(tensors_of([1]), remembered / "one.safetensors")
+    with closing(ModelFile(tmp_path / "one.safetensors")) as file:
+        assert list(file.layout.by_name) == ["t00"]
