@@ -1596,6 +1596,15 @@ class TestLocks:
                 assert checkpointer.steps() == [1, 2]
             assert checkpointer.prune() == [1]
 
+    def test_the_second_name_of_a_killed_save_s_lock_is_removed(self, root):
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, 1)
+        left = root / f"..nvmeio-lock.{_host()}-1-1-01234567.nvmeio-tmp"
+        os.link(root / ".nvmeio-lock", left)
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(2, 2)
+        assert not left.exists()
+
     @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o002, 0o660)])
     def test_only_who_may_write_may_ever_read_the_writers_lock(
         self, root, monkeypatch, umask, mode

@@ -1424,6 +1424,21 @@ def test_what_a_save_replaces_while_the_source_is_listed_is_listed_anew(
     assert found == [b"of the second save", b"what there is now"]
 
 
+def test_a_folder_that_goes_while_the_source_is_listed_is_not_missed(
+    source, tmp_path, monkeypatch
+):
+    state_of = _draining._state_of
+
+    def removing(found):
+        shutil.rmtree(source / "below", ignore_errors=True)
+        return state_of(found)
+
+    monkeypatch.setattr(_draining, "_state_of", removing)
+    drain(source, tmp_path / "target").result()
+    names = {os.path.basename(name) for name in FILES} - {"one"}
+    assert {*os.listdir(tmp_path / "target")} == names
+
+
 def test_a_source_that_keeps_changing_is_refused(source, tmp_path, monkeypatch):
     numbers = itertools.count()
     monkeypatch.setattr(_draining, "_state_of", lambda found: (next(numbers), 0))

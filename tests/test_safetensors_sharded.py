@@ -31,6 +31,7 @@ from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio._arguments.units import size_of
 from nvmeio._cli.arguments import size
 from nvmeio._files import locks, paths
+from nvmeio._publish import locks as locks_of_folders
 from nvmeio._publish.claims import Claim
 from nvmeio._safetensors import replacing, turns, writing
 from nvmeio._safetensors.file import ModelFile
@@ -1151,6 +1152,27 @@ def test_an_index_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):
         load_sharded(path, framework="np")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_nobody_else_can_ever_lock_a_model_in_a_folder_of_his_own(
+    tmp_path, monkeypatch, umask
+):
+    """Neither the file of the lock nor the one that becomes it."""
+    opened, before, modes = locks_of_folders.opened, os.umask(umask), []
+
+    def looking(path, flags, mode=0o666):
+        file = opened(path, flags, mode)
+        modes.append(os.stat(path).st_mode & 0o777)
+        return file
+
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(locks_of_folders, "opened", looking)
+    try:
+        save_sharded(tensors_of([1]), tmp_path)
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ __all__ = ["FolderLock", "SharedLock"]
 class FolderLock(WriterLock):
     """A lock that only those can take who may write its new file, and nobody else hold."""
 
+    # Before it is dressed.  Who may not write the file may not read it, and so lock it.
+    _mode = 0o622
+
     def _create(self) -> Descriptor | None:
         if self._make():
             return None
@@ -34,8 +37,7 @@ class FolderLock(WriterLock):
             remove_left(folder, is_of_lock)
         with best_effort(), TemporaryName(temporary_name(self.path)) as path:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            # Nobody may read it, and so lock it, before it is dressed.
-            with opened(path, flags, 0o622) as number:
+            with opened(path, flags, self._mode) as number:
                 self._dress(number)
                 os.write(number, holder_text())
                 with contextlib.suppress(FileExistsError):
@@ -55,6 +57,8 @@ class SharedLock(FolderLock):
     They are members of a group, which a new file need not have, those in an ACL, and whom
     root saves for.
     """
+
+    _mode = 0o600
 
     def _dress(self, number: int) -> None:
         about = os.stat(os.path.dirname(self.path))

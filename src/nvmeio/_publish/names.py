@@ -191,7 +191,9 @@ def _remove(path: str, found: OwnerOf | None) -> bool:
         naming(path),
         opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor,
     ):
-        if is_locked(descriptor):
+        # A file that has another name, such as that of a lock, is not lost with this one.
+        is_only = not stat.S_ISREG(mode) or os.fstat(descriptor).st_nlink < 2
+        if is_only and is_locked(descriptor):
             return False
         if found and found["kind"] == ASIDE:
             target = os.path.join(os.path.dirname(path), found["name"])

@@ -687,7 +687,14 @@ def _files_below(source: str) -> _Below:
         path = os.path.join(source, folder)
         # NFS remembers for seconds what is in a folder.
         ask_anew(path)
-        with os.scandir(path) as entries:
+        try:
+            listed = os.scandir(path)
+        except FileNotFoundError:
+            if not folder or exists_now(path):
+                raise
+            # As for a file that was removed.
+            continue
+        with listed as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 name = os.path.join(folder, entry.name)
                 try:

@@ -21,7 +21,7 @@ from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio._publish.files import show_use
 from nvmeio._publish.locks import FolderLock
-from nvmeio._publish.names import remove_left, temporary_name
+from nvmeio._publish.names import OwnerOf, remove_left, temporary_name
 from nvmeio._streams.pending import Item, Pending
 from nvmeio._streams.writing import reserve
 from nvmeio.torch._bits import opaque
@@ -42,6 +42,7 @@ __all__ = ["Part", "Store", "View", "parts_of"]
 # The limit of writes in flight while states are stored one by one.
 IN_FLIGHT_BYTES = 16 << 20
 
+_LOCK, _LOCK_OF = ".nvmeio-offload-lock", ("offload()", "offloads an optimizer")
 # The names in the temporary ones, which the files keep.
 _STATES = re.compile(r"group-\d+\.states")
 
@@ -57,9 +58,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = absolute_folder("folder", folder)
         make_folders(self.folder, sync=False)
-        self._lock = FolderLock(
-            self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
-        )
+        self._lock = FolderLock(self.folder, _LOCK, *_LOCK_OF)
         self._lock.take()
         self.handle = Handle()
         self._files: list[File] = []
@@ -422,9 +421,11 @@ def _drop(file: File) -> None:
 
 def _clear(folder: str) -> None:
     """Remove the files of states of dead processes in a folder, which is locked."""
-    _, failed = remove_left(
-        folder, lambda found: _STATES.fullmatch(found["name"]) is not None
-    )
+
+    def is_ours(found: OwnerOf) -> bool:
+        return found["name"] == _LOCK or _STATES.fullmatch(found["name"]) is not None
+
+    _, failed = remove_left(folder, is_ours)
     if failed is not None:
         raise failed
 
