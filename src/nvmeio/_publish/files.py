@@ -125,12 +125,11 @@ def new_file(path: str, mode: int = 0o666) -> File:
                 if is_locked_here and leads_to(path, made):
                     stack.pop_all()
                     return file
-                os.unlink(path)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
     raise OSError(errno.ESTALE, f"it was removed {_TRIES} times while it was made", path)
 
 
