@@ -33,7 +33,7 @@ TENSORS = "tensors.safetensors"
 # The file that describes a checkpoint of torch.distributed.checkpoint.
 METADATA = ".metadata"
 # That of one rank, which has saved without the others.
-OF_RANK = re.compile(r"__(\d+)\.metadata")
+OF_RANK = re.compile(r"__\d+\.metadata")
 # How the name of the index of a model in several files ends.
 INDEX_END = ".safetensors.index.json"
 

@@ -515,9 +515,9 @@ class Drain:
         for folder in _above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]
-        for mark in _default_marks(name):
-            is_known = mark in self._order
-            if not is_known and any(_is(mark, pattern) for pattern in self._patterns):
+        # Those that the source lacks.
+        for mark in set(_default_marks(name)) - self._order.keys():
+            if any(_is(mark, pattern) for pattern in self._patterns):
                 marks.append(mark)
         return marks
 

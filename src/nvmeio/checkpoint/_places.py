@@ -114,11 +114,11 @@ class Place(Protocol):
     def holding(
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[_Check | None]:
-        """Keep others away that save what a file marks that is_held(), or lose to them.
+        """Keep others away that save what a file marks, or lose that to them.
 
-        Yield what raises FileExistsError if it is lost; None if nothing is held.  `mode` is
-        that of the file.  `pause` is called, with seconds, as long as another has to be
-        waited for.
+        The file is one that is_held().  Yield what raises FileExistsError if it is lost;
+        None if nothing is held.  `mode` is that of the file.  `pause` is called, with
+        seconds, as long as another has to be waited for.
         """
 
     def abandon(self, name: str) -> None:
