@@ -1161,23 +1161,26 @@ def test_an_unreachable_target_does_not_disturb_saving(tmp_path, monkeypatch):
     saver.close()
 
 
-def test_ctrl_c_while_a_thread_starts_does_not_mean_that_none_can(
-    source, tmp_path, monkeypatch
-):
+def test_ctrl_c_while_a_thread_starts_lets_all_of_them_copy(source, target, monkeypatch):
     """CPython may raise RuntimeError then, of a lock, and the thread runs."""
     start = threading.Thread.start
 
     def interrupted(thread):
-        monkeypatch.setattr(threading.Thread, "start", start)
         start(thread)
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            raise RuntimeError("release unlocked lock")  # noqa: B904
+        if threading.current_thread() is threading.main_thread():
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                raise RuntimeError("release unlocked lock")  # noqa: B904
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
+    there, content = target
     with pytest.raises(KeyboardInterrupt):
-        drain(source, tmp_path / "target")
+        drain(source, there)
+    for thread in threading.enumerate():
+        if thread.name.startswith("nvmeio-drain"):
+            thread.join()
+    assert content() == FILES
 
 
 def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):

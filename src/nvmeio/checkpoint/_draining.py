@@ -255,7 +255,7 @@ class Drain:
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
         self._mutex = threading.Lock()
-        self._at_work = 0
+        self._at_work = 1
         self._failed: BaseException | None = None
         self._stop = threading.Event()
 
@@ -264,17 +264,27 @@ class Drain:
             self._stop.set()
 
     def start(self) -> None:
-        """Copy in threads; if none can be started, in this one."""
-        count = max(1, min(FILES, len(self._left)))
-        self._at_work = count
-        for number in range(count):
+        """Copy in threads; if none can be started, in this one.
+
+        One thread starts the others: Ctrl-C in this one lets all of them work, or none.
+        """
+        try:
+            start_thread(self._work_all, DRAINING)
+        except RuntimeError:
+            # No thread can be started, or Python is shutting down.
+            self._work_all()
+
+    def _work_all(self) -> None:
+        for _ in range(min(FILES, len(self._left)) - 1):
+            with self._mutex:
+                self._at_work += 1
             try:
                 start_thread(self._work, DRAINING)
             except RuntimeError:
-                # No thread can be started, or Python is shutting down.
-                for _ in range(count - number):
-                    self._work()
-                return
+                with self._mutex:
+                    self._at_work -= 1
+                break
+        self._work()
 
     def _work(self) -> None:
         """Copy files until none is left; the last thread then copies the `last` files."""
