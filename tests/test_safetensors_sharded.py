@@ -33,6 +33,7 @@ from nvmeio._cli.arguments import size
 from nvmeio._files import locks, paths
 from nvmeio._publish import locks as locks_of_folders
 from nvmeio._publish.claims import Claim
+from nvmeio._publish.names import final_name
 from nvmeio._safetensors import replacing, turns, writing
 from nvmeio._safetensors.file import ModelFile
 from nvmeio.checkpoint import _draining, _places
@@ -558,16 +559,21 @@ class TestReplacing:
     def test_an_old_index_is_durably_removed_before_its_files(self, tmp_path, monkeypatch):
         save_sharded(tensors_of([6] * 2), tmp_path, 6000)
         unlink, sync, said = os.unlink, os.fsync, []
-        monkeypatch.setattr(
-            os, "unlink", lambda path: (said.append(os.path.basename(path)), unlink(path))
-        )
+
+        def noted(path):
+            # It has left its name.
+            if (name := os.path.basename(path)).endswith(".nvmeio-old"):
+                said.append(final_name(name))
+            unlink(path)
+
+        monkeypatch.setattr(os, "unlink", noted)
         monkeypatch.setattr(
             os, "fsync", lambda descriptor: (said.append("synced"), sync(descriptor))
         )
         save_sharded(tensors_of([1]), tmp_path, sync=False)
         assert said[:2] == [INDEX, "synced"]
         files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-        assert sorted(said[2:]) == [".nvmeio-save", *files]
+        assert said[2:] == files
 
     @pytest.mark.parametrize("sync", [True, False])
     def test_the_name_of_a_new_folder_is_durable(self, tmp_path, monkeypatch, sync):
@@ -617,7 +623,8 @@ def test_files_of_the_old_model_do_not_come_back_after_a_power_failure(
     calls, fsync, unlink = [], os.fsync, os.unlink
 
     def noting(path):
-        if not path.endswith(".nvmeio-save"):
+        # It has left its name.
+        if (final_name(os.path.basename(path)) or "").endswith(".safetensors"):
             calls.append("unlink")
         unlink(path)
 

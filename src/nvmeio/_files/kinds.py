@@ -11,6 +11,8 @@ from nvmeio._files.paths import dangling
 __all__ = [
     "HEAD_BYTES",
     "INDEX_END",
+    "INDEX_NAME",
+    "INDEX_OF_RANK",
     "MANIFEST",
     "METADATA",
     "OF_RANK",
@@ -36,6 +38,9 @@ METADATA = ".metadata"
 OF_RANK = re.compile(r"__\d+\.metadata")
 # How the name of the index of a model in several files ends.
 INDEX_END = ".safetensors.index.json"
+# The index of a model, and what stands for that of the files of a rank, which have none.
+INDEX_NAME = f"model{INDEX_END}"
+INDEX_OF_RANK = re.compile(rf"shard-\d+-{re.escape(INDEX_NAME)}")
 
 _NAMES_MAX = 3
 

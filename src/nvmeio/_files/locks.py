@@ -24,12 +24,12 @@ __all__ = [
     "FileLock",
     "WriterLock",
     "header_for_reading",
-    "holder_text",
     "in_child_close",
     "is_locked",
     "is_of_a_lock",
     "locked_for_reading",
     "locked_header",
+    "maker_text",
     "mode_for_writers",
     "unlock",
 ]
@@ -38,6 +38,7 @@ __all__ = [
 _HOLDER = "process"
 _BEGIN = re.compile(rb"process \d+ on .")
 _HOLDER_BYTES_MAX = 300
+_SINCE = b", since "
 # struct flock: type, whence, start, length, process.
 _FLOCK = "hhqqi4x"
 # Pauses between attempts to lock a header: the first, and when no more are made.
@@ -83,6 +84,8 @@ class WriterLock(_Lock):
         super().__init__()
         self.path = os.path.join(folder, name)
         self.owner, self.doing = owner, doing
+        # Whether another had it, who died or whose lock the server of NFS has given away.
+        self.was_held = False
         # Of two threads, the second would find the lock of the first.
         self._taking, self._taker = threading.Lock(), os.getpid()
 
@@ -110,7 +113,7 @@ class WriterLock(_Lock):
                     words = f"it is not a file of {self.owner}"
                     raise FileExistsError(errno.EEXIST, words)
                 _hide_from_readers(made.number)
-                _lock(made.number, self.doing)
+                self.was_held = _lock(made.number, self.doing)
             except BaseException:
                 made.close()
                 raise
@@ -151,9 +154,13 @@ class WriterLock(_Lock):
     def require(self) -> None:
         """Raise BlockingIOError if the lock's file was removed since it was taken."""
         if not self.has_name:
-            words = "this file of the lock was removed, so another may write here"
-            raise BlockingIOError(errno.EAGAIN, words, self.path)
+            raise self.lost()
         self._hold()
+
+    def lost(self) -> BlockingIOError:
+        """Return the error of a lock whose file was removed."""
+        words = "this file of the lock was removed, so another may write here"
+        return BlockingIOError(errno.EAGAIN, words, self.path)
 
     def _hold(self) -> None:
         """Lock the file again, or raise BlockingIOError if another has it now.
@@ -213,9 +220,10 @@ def _holder_in(descriptor: int) -> str:
     return text.decode(errors="replace").strip()
 
 
-def _lock(descriptor: int, doing: str) -> None:
-    """Lock a file, and write its holder into it."""
+def _lock(descriptor: int, doing: str) -> bool:
+    """Lock a file, and write its holder into it; return whether it has had one."""
     _flock(descriptor, doing)
+    was_held = _SINCE in os.pread(descriptor, _HOLDER_BYTES_MAX, 0)
     try:
         # Not truncated first: others look whether it is the file of a lock.
         os.ftruncate(descriptor, os.pwrite(descriptor, holder_text(), 0))
@@ -223,13 +231,22 @@ def _lock(descriptor: int, doing: str) -> None:
         # Without space on btrfs.  The lock is held, and what it is for may make room.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+    return was_held
 
 
 def holder_text() -> bytes:
-    """Return what the file of a lock says of this process."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"{_HOLDER} {os.getpid()} on {os.uname().nodename}, since {since}\n"
-    return text.encode()
+    """Return what the file of a lock says of this process, which holds it."""
+    since = time.strftime(f"{_SINCE.decode()}%Y-%m-%d %H:%M:%S")
+    return f"{_process_text()}{since}\n".encode()
+
+
+def maker_text() -> bytes:
+    """Return what the new file of a lock says of this process, until somebody holds it."""
+    return f"{_process_text()}\n".encode()
+
+
+def _process_text() -> str:
+    return f"{_HOLDER} {os.getpid()} on {os.uname().nodename}"
 
 
 def _is_held_here(descriptor: int) -> bool:

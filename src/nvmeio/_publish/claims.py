@@ -4,17 +4,27 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nvmeio._events.log import log
 from nvmeio._files.descriptors import Descriptor, ask_anew, opened
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.kinds import METADATA, OF_RANK
-from nvmeio._files.paths import exists, naming, remove_now
+from nvmeio._files.kinds import INDEX_NAME, INDEX_OF_RANK, METADATA, OF_RANK
+from nvmeio._files.paths import exists, exists_now, naming, remove_now
+from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.names import final_name, remove_left, rename, temporary_name
+from nvmeio._publish.names import (
+    ASIDE,
+    OwnerOf,
+    final_name,
+    give_back,
+    is_aside,
+    remove_left,
+    rename,
+    temporary_name,
+)
 
-__all__ = ["Claim", "log_left", "remove_unneeded"]
+__all__ = ["Claim", "log_left", "remove_if", "remove_unneeded"]
 
 # A claim whose time is this much after a new one is older, by a clock that was set back.
 _MEANWHILE_NS = 60 * 10**9
@@ -24,17 +34,25 @@ class Claim:
     """The right to publish a checkpoint in a folder, which the latest save has.
 
     It is a file with a temporary name, which becomes ``.metadata``, or such a file of one
-    rank.  A later save removes it, so that the rename fails.  It needs no lock, which a
-    machine that has lost its network could hold for ever.
+    rank; or it stands for the index of a model, and becomes nothing.  A later save removes
+    it, so that the rename fails.  It needs no lock, which a machine that has lost its
+    network could hold for ever.  `is_next` says that the right was another's, which may
+    have been stopped before it gives a file its name.
     """
 
     def __init__(self, target: str, mode: int | None = None) -> None:
         """Take the right; without a mode, the file will become like the old one."""
         self.target, self.path = target, temporary_name(target)
         self.is_published = self._is_filled = False
+        self._published: os.stat_result | None = None
         folder, name = os.path.split(target)
+
+        def is_claim(found: OwnerOf) -> bool:
+            return found["kind"] != ASIDE and _exclude(found["name"], name)
+
         # Those of dead processes first, whose times may be in the future.
-        remove_left(folder, lambda found: _exclude(found["name"], name))
+        removed, _ = remove_left(folder, is_claim)
+        self.is_next = bool(removed)
         if mode is None:
             mode = 0o666
             with contextlib.suppress(FileNotFoundError):
@@ -45,6 +63,9 @@ class Claim:
             with naming(target):
                 opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
             self._take(folder, name)
+            if self.is_next:
+                # Files that an earlier one would have removed, or given their names back.
+                remove_left(folder, lambda found: _is_file_aside(folder, found))
         except BaseException:
             self.remove()
             raise
@@ -57,16 +78,23 @@ class Claim:
             raise self._lost() from None
         # NFS remembers for seconds what is in a folder.
         ask_anew(folder)
-        for each in os.listdir(folder):
-            other = os.path.join(folder, each)
-            if other == self.path or not _exclude(final_name(each) or "", name):
-                continue
+        for other in self._others(folder, name):
             with contextlib.suppress(FileNotFoundError):
                 theirs = self._place(other)
                 if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
                     # Both have begun now.  One of them must go on.
                     raise self._lost()
+                self.is_next = True
                 os.unlink(other)
+
+    def _others(self, folder: str, name: str) -> list[str]:
+        """Return the claims of others that exclude this one."""
+        found = [
+            os.path.join(folder, each)
+            for each in os.listdir(folder)
+            if not is_aside(each) and _exclude(final_name(each) or "", name)
+        ]
+        return [other for other in found if other != self.path]
 
     @staticmethod
     def _place(path: str) -> tuple[int, str]:
@@ -83,6 +111,28 @@ class Claim:
             ask_anew(each)
         if not exists(self.path):
             raise self._lost()
+
+    def require_last(self) -> None:
+        """Raise FileExistsError if a later save has begun, also if this has published."""
+        self.check()
+        if self.is_published:
+            folder, name = os.path.split(self.target)
+            for each in (folder, self.target):
+                ask_anew(each)
+            if self._others(folder, name) or not self._is_there():
+                raise self._lost()
+
+    def _is_there(self) -> bool:
+        """Return whether what this has published is still there."""
+        ours = self._published
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(self.target)
+            # Some FUSE file systems give a file another number each time.
+            return ours is not None and (
+                os.path.samestat(found, ours)
+                or (found.st_size, found.st_mtime_ns) == (ours.st_size, ours.st_mtime_ns)
+            )
+        return False
 
     def opened(self) -> Descriptor:
         """Open its file, empty, to be filled."""
@@ -105,6 +155,7 @@ class Claim:
     def commit(self) -> None:
         """Let its file, which the caller has filled, replace the target."""
         try:
+            self._published = os.lstat(self.path)
             rename(self.path, self.target)
         except FileNotFoundError:
             raise self._lost() from None
@@ -144,9 +195,10 @@ def _exclude(one: str, other: str) -> bool:
 
     Ranks that save without the others do not exclude each other, but a save of all ranks.
     """
-    if METADATA not in (one, other):
-        return one == other
-    return all(each == METADATA or OF_RANK.fullmatch(each) for each in (one, other))
+    for of_all, of_rank in ((METADATA, OF_RANK), (INDEX_NAME, INDEX_OF_RANK)):
+        if of_all in (one, other):
+            return all(each == of_all or of_rank.fullmatch(each) for each in (one, other))
+    return one == other
 
 
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:
@@ -156,6 +208,59 @@ def remove_unneeded(folder: str, names: Iterable[str]) -> None:
             remove_now(os.path.join(folder, name))
         except OSError as error:
             log_left(error)
+
+
+def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
+    """Remove those of some files that exist, or raise what `check` raises.
+
+    Each leaves its name before `check` is called, and gets it back if that raises: what
+    another has saved meanwhile under that name is not lost, however long this process is
+    stopped between two calls.
+    """
+    check()
+    names: list[tuple[str, str]] = []
+    with contextlib.ExitStack() as stack:
+        try:
+            for path in paths:
+                left = TemporaryName(temporary_name(path, ASIDE))
+                names.append((path, stack.enter_context(left)))
+            aside = [(path, left) for path, left in names if _set_aside(path, left)]
+            check()
+        except BaseException:
+            for path, temporary in names:
+                give_back(temporary, path)
+            raise
+        for path, temporary in aside:
+            try:
+                os.unlink(temporary)
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    words = "another process has put it back while it was removed"
+                    raise OSError(errno.ESTALE, words, path) from None
+                raise OSError(error.errno, error.strerror, path) from error
+
+
+def _set_aside(path: str, temporary: str) -> bool:
+    """Let a file leave its name, and return True; remove it if it cannot."""
+    # This host may remember that it does not exist.
+    if not exists_now(path):
+        return False
+    with contextlib.suppress(FileNotFoundError), naming(path):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try:
+            os.rename(path, temporary)
+            return True
+        except OSError as error:
+            # A new name takes space on a full btrfs.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+                raise
+            os.unlink(path)
+    return False
+
+
+def _is_file_aside(folder: str, found: OwnerOf) -> bool:
+    return found["kind"] == ASIDE and not os.path.isdir(os.path.join(folder, found.string))
 
 
 def log_left(error: OSError) -> None:

@@ -29,6 +29,7 @@ def new_contents(
     atomic: bool = True,
     follow: bool = True,
     read_only: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[File]:
     """Open a file for new contents; the caller fills, truncates and syncs it.
 
@@ -36,7 +37,8 @@ def new_contents(
     block unless that raises.  What cannot be replaced is opened as it is: a device, a
     mounted file, an open file in /proc.  With ``follow=False``, a symbolic link is
     replaced, not the file that it leads to.  A file that this user may not write to is
-    replaced only with `read_only`.
+    replaced only with `read_only`.  `check` raises if the file must not be replaced any
+    more; it is called when the new one has a temporary name, which another may remove.
     """
     with synced_folder(path, follow=follow) if sync else contextlib.nullcontext():
         target = _replaceable(path, follow=follow) if atomic else None
@@ -44,12 +46,14 @@ def new_contents(
             with open_for_writing(path) as file:
                 yield file
             return
-        with naming(path), _in_place_of(target, read_only=read_only) as file:
+        with naming(path), _in_place_of(target, read_only=read_only, check=check) as file:
             yield file
 
 
 @contextlib.contextmanager
-def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
+def _in_place_of(
+    target: str, *, read_only: bool, check: Callable[[], None]
+) -> Iterator[File]:
     """Open a new file, which replaces `target` at the end of the block.
 
     Until then it has no name, so that a killed process leaves nothing behind.  If `target`
@@ -67,7 +71,7 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
         if error.errno not in _UNNAMED_UNKNOWN:
             raise
         with (
-            replacement(target) as temporary,
+            replacement(target, check) as temporary,
             _in_folder(lambda: new_file(temporary, 0o600 if is_old else 0o666)) as file,
         ):
             if not is_link:
@@ -79,19 +83,27 @@ def _in_place_of(target: str, *, read_only: bool) -> Iterator[File]:
         if not is_link:
             become_like(file.fileno(), target)
         yield file
-        with replacement(target) as temporary:
+        with replacement(target, check) as temporary:
             link(file.fileno(), temporary)
             # If this fails, bytes may be missing.
             file.close()
 
 
-def replace_file(buffer: Any, path: Path, *, sync: bool, read_only: bool = False) -> None:
+def replace_file(
+    buffer: Any,
+    path: Path,
+    *,
+    sync: bool,
+    read_only: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Give a file new contents, as a whole; with ``sync=False``, nothing is synced.
 
     A file that this user may not write to is replaced only with `read_only`, as one that
-    belongs to others that are replaced so.
+    belongs to others that are replaced so.  `check` is as for ``new_contents``.
     """
-    with new_contents(path_of(path), sync=sync, read_only=read_only) as file:
+    options: Any = {"sync": sync, "read_only": read_only, "check": check}
+    with new_contents(path_of(path), **options) as file:
         cut(file, file.write(buffer))
         if sync:
             file.fsync()

@@ -4,7 +4,7 @@ import contextlib
 import os
 
 from nvmeio._files.descriptors import Descriptor, best_effort, opened
-from nvmeio._files.locks import WriterLock, holder_text, mode_for_writers
+from nvmeio._files.locks import WriterLock, maker_text, mode_for_writers
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.files import link
 from nvmeio._publish.names import OwnerOf, is_dead, is_left, remove_left, temporary_name
@@ -39,7 +39,7 @@ class FolderLock(WriterLock):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with opened(path, flags, self._mode) as number:
                 self._dress(number)
-                os.write(number, holder_text())
+                os.write(number, maker_text())
                 with contextlib.suppress(FileExistsError):
                     link(number, self.path)
             return True

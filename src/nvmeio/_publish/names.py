@@ -13,8 +13,10 @@ from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 
-__all__ = ["ASIDE", "OwnerOf", "final_name", "is_dead", "is_left", "is_of_living"]
+__all__ = ["ASIDE", "OwnerOf", "final_name", "is_aside", "is_dead", "is_left"]
 __all__ += [
+    "give_back",
+    "is_of_living",
     "remove_left",
     "rename",
     "renaming",
@@ -55,6 +57,12 @@ def temporary_name(target: str, kind: str = "tmp") -> str:
     return os.path.join(folder, f".{short}.{words}.nvmeio-{kind}")
 
 
+def is_aside(name: str) -> bool:
+    """Return whether a name is that of what was set aside."""
+    found = _LEFT.fullmatch(name)
+    return found is not None and found["kind"] == ASIDE
+
+
 def short_name(path: str) -> str:
     """Return a path whose name is as short as it is in temporary names."""
     folder, name = os.path.split(path)
@@ -71,14 +79,16 @@ def final_name(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def replacement(target: str) -> Iterator[str]:
+def replacement(target: str, check: Callable[[], None] = lambda: None) -> Iterator[str]:
     """Yield the name of a temporary file, which then replaces `target`.
 
-    After an error, the temporary file is removed.
+    After an error, such as one that `check` raises before that, the temporary file is
+    removed.
     """
     temporary = TemporaryName(temporary_name(target))
     with temporary as path:
         yield path
+        check()
         remedy = (
             "with atomic=False, write_file, save, torch.save and save_file write in place"
         )
@@ -148,12 +158,12 @@ def is_left(found: OwnerOf) -> bool:
 
 
 def remove_left(
-    folder: str, chosen: Callable[[OwnerOf], bool]
+    folder: str, chosen: Callable[[OwnerOf], bool], *, locked: bool = False
 ) -> tuple[list[str], OSError | None]:
     """Remove what has temporary names and is not locked; return paths and the first error.
 
-    What was set aside for a new one that did not come gets its name back.  What another
-    user may have planted stays.
+    With `locked`, remove also what is.  What was set aside for a new one that did not come
+    gets its name back.  What another user may have planted stays.
     """
     removed, failed = [], None
     for entry in os.scandir(folder):
@@ -161,7 +171,9 @@ def remove_left(
         if not (chosen(found) if found else _is_nobodys(entry)):
             continue
         try:
-            if not is_strangers(entry.path, folder) and _remove(entry.path, found):
+            if is_strangers(entry.path, folder):
+                continue
+            if _remove(entry.path, found, locked=locked):
                 removed.append(entry.path)
         except FileNotFoundError:
             continue
@@ -175,6 +187,21 @@ def remove_left(
         del failed
 
 
+def give_back(path: str, target: str) -> None:
+    """Give what was set aside its name back, unless another has it now."""
+    with contextlib.suppress(FileNotFoundError, FileExistsError):
+        try:
+            os.link(path, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (None, errno.ENOENT, errno.EEXIST):
+                raise
+            # A folder, or any file where they have one name only.
+            if not exists(target):
+                os.rename(path, target)
+        else:
+            os.unlink(path)
+
+
 def _is_nobodys(entry: "os.DirEntry[str]") -> bool:
     if not (_NOBODYS.fullmatch(entry.name) or _COPIED.fullmatch(entry.name)):
         return False
@@ -182,7 +209,7 @@ def _is_nobodys(entry: "os.DirEntry[str]") -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - _NOBODYS_AGE_S
 
 
-def _remove(path: str, found: OwnerOf | None) -> bool:
+def _remove(path: str, found: OwnerOf | None, *, locked: bool) -> bool:
     """Remove a file or folder, or give it its name back; return whether it was removed."""
     mode = os.lstat(path).st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
@@ -193,12 +220,12 @@ def _remove(path: str, found: OwnerOf | None) -> bool:
     ):
         # A file that has another name, such as that of a lock, is not lost with this one.
         is_only = not stat.S_ISREG(mode) or os.fstat(descriptor).st_nlink < 2
-        if is_only and is_locked(descriptor):
+        if is_only and not locked and is_locked(descriptor):
             return False
         if found and found["kind"] == ASIDE:
             target = os.path.join(os.path.dirname(path), found["name"])
             if not exists(target):
-                os.rename(path, target)
+                give_back(path, target)
                 return False
         if stat.S_ISDIR(mode):
             remove_tree(path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nvmeio._files.descriptors import open_regular
-from nvmeio._files.kinds import INDEX_END, json_of
+from nvmeio._files.kinds import INDEX_END, INDEX_NAME, json_of
 from nvmeio._files.paths import is_within
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile
 from nvmeio._tensors.errors import SafetensorError
@@ -29,8 +29,6 @@ __all__ = [
 
 # The limit of a header; an index has less about each tensor than a header.
 INDEX_BYTES_MAX = 100_000_000
-
-INDEX_NAME = f"model{INDEX_END}"
 # The name of a model in one file, which transformers loads even if there is an index.
 SINGLE_NAME = "model.safetensors"
 

@@ -7,11 +7,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from nvmeio._files.descriptors import ask_anew, best_effort, open_regular
 from nvmeio._files.folders import sync_folder
-from nvmeio._files.paths import exists_now, remove_now, synced_folder
+from nvmeio._files.paths import exists_now, synced_folder
 from nvmeio._files.times import ambiguous_s
+from nvmeio._publish.claims import remove_if
 from nvmeio._publish.files import replace_file
 from nvmeio._safetensors.parts import SAVE_KEY, VERSION_KEY
 from nvmeio._safetensors.places import (
@@ -66,7 +68,8 @@ def replacing_model(
     old_names : callable
         Returns the names of the files to remove, besides `names`.
     check : callable
-        Raises if another save has begun, which is to go on alone.
+        Raises if another save has begun, or goes on, which is to do so alone.  It is called
+        before each file is replaced or removed.
     """
     paths = [os.path.join(folder, name) for name in names]
     index, old = os.path.join(folder, INDEX_NAME), None
@@ -77,6 +80,7 @@ def replacing_model(
             "limit: save fewer tensors, or with shorter names, to this folder"
         )
     before: list[tuple[int, ...] | None] | None = None
+    options: Any = {"sync": sync, "read_only": True, "check": check}
 
     def begin() -> None:
         nonlocal before, old
@@ -86,7 +90,7 @@ def replacing_model(
         now = _identities(paths)
         if places is not None and _may_mix(index, {*names}, places, any(now)):
             before, old = now, _contents(index)
-            replace_file(REPLACING, index, sync=sync, read_only=True)
+            replace_file(REPLACING, index, **options)
 
     try:
         yield begin
@@ -94,19 +98,19 @@ def replacing_model(
         if before is not None and _identities(paths) == before:
             with best_effort():
                 if old is not None:
-                    replace_file(old, index, sync=sync, read_only=True)
+                    replace_file(old, index, **options)
                 elif _contents(index) == REPLACING:
-                    os.unlink(index)
+                    remove_if(check, [index])
         raise
     check()
     if places is not None:
-        replace_file(contents, index, sync=sync, read_only=True)
+        replace_file(contents, index, **options)
     others = {*old_names(names)} - {*names}
-    if places is None and _leads_to(index, {*names} | others):
+    if places is None and exists_now(index) and _leads_to(index, {*names} | others):
         # Durably: as long as it exists, loading needs the files that it names.
-        with contextlib.suppress(FileNotFoundError), synced_folder(index):
-            os.unlink(index)
-    _remove(folder, others, sync=sync)
+        with synced_folder(index):
+            remove_if(check, [index])
+    _remove(check, folder, others, sync=sync)
 
 
 def _text_of(places: Mapping[str, str], total: int) -> bytes:
@@ -114,22 +118,23 @@ def _text_of(places: Mapping[str, str], total: int) -> bytes:
     return (json.dumps(text, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _remove(folder: str, names: Collection[str], *, sync: bool) -> None:
+def _remove(
+    check: Callable[[], None], folder: str, names: Collection[str], *, sync: bool
+) -> None:
     """Remove files of an old model, which would be in the way of loading a new one.
 
     With `sync`, none comes back after a power failure.
     """
-    for name in sorted(names):
-        path = os.path.join(folder, name)
-        try:
-            remove_now(path)
-        except OSError as error:
-            if error.errno is None:
-                # A signal handler raised it.
-                raise
-            words = f"{error.strerror} (the new model is complete, but this file of an old "
-            words += "one cannot be removed, beside which some readers refuse it)"
-            raise OSError(error.errno, words, path) from None
+    paths = [os.path.join(folder, name) for name in sorted(names)]
+    try:
+        remove_if(check, paths)
+    except OSError as error:
+        if error.filename not in paths:
+            # Of the check, or a signal handler raised it.
+            raise
+        words = f"{error.strerror} (the new model is complete, but this file of an old "
+        words += "one cannot be removed, beside which some readers refuse it)"
+        raise OSError(error.errno, words, error.filename) from None
     if names and sync:
         sync_folder(folder)
 

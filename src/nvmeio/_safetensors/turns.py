@@ -2,17 +2,20 @@
 
 import contextlib
 import errno
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from nvmeio._files.descriptors import ask_anew, best_effort, opened
 from nvmeio._files.locks import WriterLock, is_of_a_lock
 from nvmeio._files.paths import counts_links
+from nvmeio._publish.claims import log_left
 from nvmeio._publish.locks import SharedLock
-from nvmeio._publish.names import final_name
+from nvmeio._publish.names import OwnerOf, final_name, remove_left
+from nvmeio._safetensors.places import INDEX_NAME, NUMBERED
 
-__all__ = ["LOCK", "alone_in"]
+__all__ = ["LOCK", "alone_in", "remove_parts"]
 
 # How long a save waits until another one has named its files.
 PATIENCE_S = 60
@@ -23,22 +26,34 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def alone_in(folder: str, pause: Callable[[float], object] | None = None) -> Iterator[None]:
+def alone_in(
+    folder: str,
+    prefix: str = "",
+    keep: Collection[str] = (),
+    pause: Callable[[float], object] | None = None,
+) -> Iterator[Callable[[], None]]:
     """Wait until no other save names its files in a folder; keep others away meanwhile.
 
     Where the file system has no locks, do not.  A folder with a temporary name is one that
     atomic_directory() has made, and nobody else knows.  `pause` waits for some seconds;
     what it raises ends the waiting.
+
+    Yield what raises BlockingIOError if the server has given the turn to another, after a
+    partition.  Ask it when a new file has its temporary name, before it gets its own: who
+    takes over the turn of another removes what that has not named yet, of the files whose
+    names begin with `prefix`, but none of those to `keep`.
     """
     if final_name(os.path.basename(os.path.realpath(folder))) is not None:
-        yield
+        yield lambda: None
         return
     lock = SharedLock(folder, LOCK, *_LOCK_OF)
     end = time.monotonic() + PATIENCE_S
     try:
         while not _took(lock, end):
             (pause or time.sleep)(0.01)
-        yield
+        if lock.was_held:
+            remove_parts(folder, prefix, keep)
+        yield functools.partial(_require, lock)
     finally:
         try:
             with best_effort():
@@ -76,6 +91,32 @@ def _took(lock: WriterLock, end: float) -> bool:
             os.unlink(lock.path)
         return True
     return True
+
+
+def _require(lock: WriterLock) -> None:
+    """Raise BlockingIOError if a lock, where there are any, was lost."""
+    if lock.descriptor >= 0:
+        if _has_lost_name(lock):
+            raise lock.lost()
+        lock.require()
+
+
+def remove_parts(folder: str, prefix: str, keep: Collection[str]) -> None:
+    """Remove files of models with temporary names that no save has locked.
+
+    Those that were set aside get their names back.  An index is of all files.
+    """
+
+    def is_part(found: OwnerOf) -> bool:
+        name = found["name"]
+        if found.string in keep or not name.startswith(prefix):
+            return False
+        numbered = NUMBERED.fullmatch(name)
+        return name == INDEX_NAME or (numbered is not None and numbered["stem"] == "model")
+
+    _, error = remove_left(folder, is_part)
+    if error is not None:
+        log_left(error)
 
 
 def _has_lost_name(lock: WriterLock) -> bool:

@@ -78,8 +78,12 @@ def saving(
     align: int = 8,
     sync: bool = True,
     atomic: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[Progress | None], None]]:
-    """Reserve a file, yield a function that writes it, and give it its name at the end."""
+    """Reserve a file, yield a function that writes it, and give it its name at the end.
+
+    `check` is called before it gets its name, unless it is written in place.
+    """
     sync, atomic = flag("sync", sync), flag("atomic", atomic)
     header, layout = build(
         ((s.name, s.dtype, s.shape) for s in sources), metadata, align=align
@@ -92,6 +96,7 @@ def saving(
     handle = default_handle()
     # safetensors replaces a file that is read-only, too.
     options: Any = {"sync": sync, "atomic": atomic, "follow": follow, "read_only": True}
+    options["check"] = check
     failed: OSError | None = None
     try:
         with naming(path), new_contents(path, **options) as file:

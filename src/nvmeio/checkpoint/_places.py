@@ -238,7 +238,7 @@ class Folder:
                 # Else nothing in it can be replaced: it may have all.
                 if os.access(folder, os.W_OK, effective_ids=True):
                     if base == INDEX_NAME:
-                        stack.enter_context(alone_in(folder, pause))
+                        stack.enter_context(alone_in(folder, pause=pause))
                     claim = Claim(self.path(name), _mode(mode))
                     stack.callback(claim.remove)
                     if base != INDEX_NAME:

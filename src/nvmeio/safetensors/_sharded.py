@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from nvmeio._arguments.checks import flag, path_of, shown
 from nvmeio._arguments.units import size_of
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import refuse_url
+from nvmeio._publish.claims import Claim
 from nvmeio._safetensors.file import Direct, Mapped, ModelFile, mapped_choice
 from nvmeio._safetensors.header import build
 from nvmeio._safetensors.loading import Wanted, load, targets_in
@@ -280,12 +281,18 @@ def save_sharded(
         pairs = zip(names, shards, strict=True)
         places = {key: name for name, shard in pairs for key in shard}
     old_names = functools.partial(old_files, folder, single=True)
+    replacing: dict[str, Any] = {"total": total, "sync": sync, "old_names": old_names}
     require_replaceable(folder, {*names, *old_names(())}, index=True)
+    turns: list[Callable[[], None]] = []
+
+    def check() -> None:
+        for require in turns:
+            require()
+
+    options["check"] = replacing["check"] = check
     with (
         ExitStack() as alone,
-        replacing_model(
-            folder, names, places, total=total, sync=sync, old_names=old_names
-        ) as begin,
+        replacing_model(folder, names, places, **replacing) as begin,
         ExitStack() as stack,
     ):
         # Check and reserve all files before the first is written, and write all before the
@@ -310,7 +317,10 @@ def save_sharded(
             write_all(report)
             done += size
         # Else files of two saves could be left, with an index.
-        alone.enter_context(alone_in(folder))
+        turns.append(alone.enter_context(alone_in(folder)))
+        claim = Claim(os.path.join(folder, INDEX_NAME))
+        alone.callback(claim.remove)
+        turns.append(claim.check)
         begin()
     return [*names, INDEX_NAME] if places else names
 

@@ -31,9 +31,9 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._files.paths import exists, exists_now, naming, refuse_url
 from nvmeio._native.file import File
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.claims import Claim, log_left, remove_unneeded
+from nvmeio._publish.claims import Claim, remove_unneeded
 from nvmeio._publish.files import new_empty
-from nvmeio._publish.names import OwnerOf, final_name, remove_left, rename, temporary_name
+from nvmeio._publish.names import final_name, rename, temporary_name
 from nvmeio._safetensors.file import ModelFile
 from nvmeio._safetensors.parts import (
     OFFSETS_KEY,
@@ -42,7 +42,7 @@ from nvmeio._safetensors.parts import (
     SIZE_KEY,
     VERSION_KEY,
 )
-from nvmeio._safetensors.places import INDEX_NAME, NUMBERED, SINGLE_NAME
+from nvmeio._safetensors.places import INDEX_NAME, SINGLE_NAME
 from nvmeio._safetensors.replacing import (
     old_files,
     parts_of_ranks,
@@ -50,7 +50,7 @@ from nvmeio._safetensors.replacing import (
     require_replaceable,
     require_whole,
 )
-from nvmeio._safetensors.turns import alone_in
+from nvmeio._safetensors.turns import alone_in, remove_parts
 from nvmeio._safetensors.writing import Source, save
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import FILES_MAX
@@ -167,15 +167,15 @@ thread_count_consolidation
         """
         with ExitStack() as stack:
             for folder in folders:
-                stack.enter_context(alone_in(folder))
+                stack.enter_context(alone_in(folder, self._own_prefix()))
             for folder, indexed in folders.items():
                 self._check_folder(folder, saved, indexed=indexed)
-            if self.use_collectives:
-                for folder in folders:
-                    self._claims.append(Claim(os.path.join(folder, INDEX_NAME)))
+            for folder in folders:
+                name = f"{self._own_prefix()}{INDEX_NAME}"
+                self._claims.append(Claim(os.path.join(folder, name)))
             # Before it is missed as space.
             for folder in folders:
-                _remove_parts(folder, self._own_prefix())
+                remove_parts(folder, self._own_prefix(), self._own_claims())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, and return when they are on the device."""
@@ -228,15 +228,20 @@ thread_count_consolidation
         """Rename the files, write the index or join the parts, and remove old files."""
         try:
             # Only one save renames its files at a time, where the file system has locks.
+            own = self._own_claims() | {
+                each.storage_data.relative_path for group in results for each in group
+            }
             with ExitStack() as stack:
                 for folder in self._folders():
-                    stack.enter_context(alone_in(folder))
+                    turn = alone_in(folder, self._own_prefix(), own)
+                    self._save.turns.append(stack.enter_context(turn))
                 self._finish(metadata, results)
         except BaseException:
             parts = {each.storage_data.relative_path for g in results for each in g}
             remove_unneeded(os.fspath(self.path), filter(final_name, parts))
             raise
         finally:
+            self._save.turns.clear()
             self._give_up()
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -266,6 +271,9 @@ thread_count_consolidation
     def _claims(self) -> list[Claim]:
         """The claims of this thread's save, one for each folder."""
         return self._save.claims
+
+    def _own_claims(self) -> set[str]:
+        return {os.path.basename(claim.path) for claim in self._claims}
 
     def _give_up(self) -> None:
         """Remove the claims."""
@@ -323,7 +331,7 @@ thread_count_consolidation
                 os.path.join(folder, missing[0]),
             )
         # First, because another save may have written the index.
-        self._check_claims()
+        self._check()
         # And others, which have no claim, may have saved here meanwhile.
         saved = {*metadata.state_dict_metadata}
         self._check_folder(folder, saved, indexed=places is not None)
@@ -334,23 +342,25 @@ thread_count_consolidation
             total=sum(_nbytes_in(metadata, name) for name in places or ()),
             sync=self.sync_files,
             old_names=lambda new: self._old_in(folder, new, indexed=places is not None),
-            check=self._check_claims,
+            check=self._check,
         ) as begin:
             begin()
             for part, name in zip(parts, names, strict=True):
-                self._check_claims()
+                self._check()
                 rename(os.path.join(folder, part), os.path.join(folder, name))
             if self.sync_files:
                 sync_folder(folder)
-        _remove_parts(folder, self._own_prefix())
+        remove_parts(folder, self._own_prefix(), self._own_claims())
 
-    def _check_claims(self) -> None:
-        """Raise FileExistsError if a later save has begun.
+    def _check(self) -> None:
+        """Raise OSError if a later save has begun, or its turn was given to another.
 
         Otherwise files of two saves would be mixed, and neither could be loaded.
         """
         for claim in self._claims:
             claim.check()
+        for require in self._save.turns:
+            require()
 
     def _consolidate(
         self, folder: str, results: list[WriteResult], metadata: Metadata
@@ -436,19 +446,6 @@ def _create_like(path: str, old: str) -> None:
             new_empty(path, 0o600)
             with descriptors.opened(path, os.O_WRONLY) as descriptor:
                 become_like(descriptor, old)
-
-
-def _remove_parts(folder: str, prefix: str) -> None:
-    """Remove files with temporary names, which are of no save that is complete."""
-
-    def is_part(found: OwnerOf) -> bool:
-        numbered = NUMBERED.fullmatch(name := found["name"])
-        is_of_model = numbered is not None and numbered["stem"] == "model"
-        return is_of_model and name.startswith(prefix)
-
-    _, error = remove_left(folder, is_part)
-    if error is not None:
-        log_left(error)
 
 
 def _whole(part: str) -> str:

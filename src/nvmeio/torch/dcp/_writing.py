@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvmeio._files.descriptors import cut
+from nvmeio._files.descriptors import ask_anew, cut
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.kinds import OF_RANK
+from nvmeio._files.kinds import METADATA, OF_RANK
 from nvmeio._files.paths import absolute, exists, exists_now, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
-from nvmeio._publish.claims import Claim, remove_unneeded
+from nvmeio._publish.claims import Claim, log_left, remove_if, remove_unneeded
+from nvmeio._publish.names import final_name
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio._tensors.memory import freed_problem
 from nvmeio.default import default_handle
@@ -66,6 +67,7 @@ class _Told:
     prefix: str
     kept: set[str] | None
     save: str  # differs for each save
+    claim: str = ""  # the name of its file
 
 
 @dataclasses.dataclass
@@ -78,6 +80,8 @@ class _Save:
     claim: "Claim | None" = None
     # Of a model's folders, instead of the one claim.
     claims: list["Claim"] = dataclasses.field(default_factory=list)
+    # What raises if another names its files in one of them now.
+    turns: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
 def like(function: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
@@ -231,7 +235,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         for number, plan in enumerate(super().prepare_global_plan(plans)):
             rank = number if self.use_collectives else self.rank or 0
             names = None if needed is None else kept.get(rank, set())
-            data = _Told(plan.storage_data.prefix, names, save)
+            own = os.path.basename(self._save.claim.path)
+            data = _Told(plan.storage_data.prefix, names, save, own)
             told.append(dataclasses.replace(plan, storage_data=data))
         return told
 
@@ -262,10 +267,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         is_ours = isinstance(told, _Told) and told.kept is not None
         if is_ours and is_told_first(told.save):
             if self._save.claim is not None:
-                # They may be of a drain that has begun meanwhile.
                 self._save.claim.check()
-            left = set(self._save.before) - told.kept
-            remove_unneeded(os.fspath(self.path), left)
+            self._remove(set(self._save.before) - told.kept, told.claim)
         try:
             for number, items in enumerate(self._files(plan.items)):
                 names.append(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}")
@@ -282,6 +285,39 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _remove(self, names: Iterable[str], claim: str) -> None:
+        """Remove files that no checkpoint needs, unless a later save has begun.
+
+        They may be of a drain that has begun meanwhile.  A folder without the claim of this
+        save, and without anything that a later one leaves, is on a drive of this rank.
+        """
+        folder = os.fspath(self.path)
+
+        def check() -> None:
+            if self._save.claim is not None:
+                self._save.claim.require_last()
+                return
+            ask_anew(folder)
+            there = os.listdir(folder)
+            others = (each for each in there if (final_name(each) or each) == METADATA)
+            if claim not in there and any(others):
+                words = "another save to this folder has begun meanwhile"
+                raise FileExistsError(errno.EEXIST, words, folder)
+
+        left = {os.path.join(folder, name) for name in names}
+        while left:
+            try:
+                remove_if(check, left)
+                return
+            except OSError as error:
+                if error.errno is None:
+                    # A signal handler raised it.
+                    raise
+                log_left(error)
+                if error.filename not in left:
+                    return
+                left.remove(error.filename)
 
     def _warn(self) -> None:
         """Warn of objects that a FileSystemReader will refuse."""
@@ -415,7 +451,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 words = "this save has written it, and another process has removed it"
                 raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
         claim.publish(pickle.dumps(metadata), sync=self.sync_files)
-        remove_unneeded(folder, left - now)
+        self._remove(left - now, "")
 
 
 # The saves of which this process was told.
