@@ -27,7 +27,7 @@ from nvmeio._files.paths import absolute_folder, exists_now, refuse_url
 from nvmeio._files.times import ambiguous_s
 from nvmeio._native.file import File
 from nvmeio._publish.names import short_name
-from nvmeio._safetensors.places import INDEX_NAME, REPLACING
+from nvmeio._safetensors.places import INDEX_NAME, NUMBERED, REPLACING
 from nvmeio._safetensors.replacing import require_whole
 from nvmeio._safetensors.turns import LOCK
 from nvmeio._tensors.errors import SafetensorError
@@ -41,7 +41,14 @@ from nvmeio.checkpoint._manifest import (
     Record,
     require_same,
 )
-from nvmeio.checkpoint._places import Bytes, Place, is_held, pieces_of, place_of
+from nvmeio.checkpoint._places import (
+    Bytes,
+    Place,
+    above,
+    is_held,
+    pieces_of,
+    place_of,
+)
 
 __all__ = ["Drain", "drain"]
 
@@ -145,8 +152,11 @@ def drain(
     for a save that names its files, and fails after 60 s; saves to it, and other drains of
     such a model, wait for the drain in the same way.  The drain of a checkpoint with
     ``.metadata``, or such a file of a rank, makes a save fail that began before it, and
-    fails if one begins before it has copied that file.  That of a rank is not copied to a
-    target that has ``.metadata``, which readers take first: FileExistsError.
+    fails if one begins before it has copied that file.  So do drains, each of the other,
+    of a folder with any other of the `last` files, and a save of the same step.  Of two
+    drains of plain files at least one fails if one has replaced a file of the other.  The
+    file of a rank is not copied to a target that has ``.metadata``, which readers take
+    first: FileExistsError.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
@@ -251,6 +261,9 @@ class Drain:
         # What keeps other writers away, and what raises if one has begun, by marking file.
         self._holding = contextlib.ExitStack()
         self._require_held: dict[str, Callable[[], None]] = {}
+        self._held_in: dict[str, list[str]] = defaultdict(list)
+        # The files of the copy, as they were before they got their names or were compared.
+        self._committed: dict[str, os.stat_result] = {}
         # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -313,9 +326,13 @@ class Drain:
             self._made = True
             try:
                 self._make_folders()
+                # Also the last in each folder, of which there is one in each such copy.
+                finals = {os.path.dirname(name): name for name in self.last}
                 for name in self.sizes:
-                    if is_held(name):
+                    if is_held(name) or finals.get(os.path.dirname(name)) == name:
                         self._try(name, functools.partial(self._hold, name))
+                for name in self._unindexed():
+                    self._try(name, functools.partial(self._hold, name))
                 mine = set(map(short_name, self.sizes))
                 for folder in self.folders:
                     self._try(folder, functools.partial(self.place.clean, folder, mine))
@@ -338,12 +355,35 @@ class Drain:
         if is_of_rank and of_all in self.sizes:
             # Whose claim excludes the ranks.
             return
-        mode = os.stat(os.path.join(self.source, name)).st_mode
+        if is_of_rank:
+            # Also before: else what is refused would take the right of another.
+            self._refuse_all_ranks(of_all)
+        mode = os.stat(self.source).st_mode
+        if name in self.sizes:
+            mode = os.stat(os.path.join(self.source, name)).st_mode
         holding = self.place.holding(name, mode, self._pause)
         require_held = self._holding.enter_context(holding)
         if require_held is not None:
             self._require_held[name] = require_held
-        if is_of_rank and self.place.size(of_all) is not None:
+            if not is_of_rank:
+                self._held_in[os.path.dirname(name)].append(name)
+        if is_of_rank:
+            self._refuse_all_ranks(of_all)
+
+    def _unindexed(self) -> Iterator[str]:
+        """Yield what stands for the index of model files of ranks, by folder."""
+        ranks: dict[str, set[str]] = defaultdict(set)
+        for name in self.sizes:
+            found = NUMBERED.fullmatch(os.path.basename(name))
+            if found and found["rank"] and found["stem"] == "model":
+                ranks[os.path.dirname(name)].add(found["rank"])
+        for folder, prefixes in ranks.items():
+            prefix = prefixes.pop() if len(prefixes) == 1 else ""
+            if (name := os.path.join(folder, f"{prefix}{INDEX_NAME}")) not in self.sizes:
+                yield name
+
+    def _refuse_all_ranks(self, name: str) -> None:
+        if self.place.size(name) is not None:
             words = f"{METADATA} beside it is of all ranks, and would be loaded first; "
             raise FileExistsError(errno.EEXIST, f"{words}choose another target")
 
@@ -402,15 +442,23 @@ class Drain:
 
     def _look_at_target(self) -> None:
         """Raise FileExistsError if another has replaced or removed what was copied."""
-        if not self._require_held:
-            return
         for require_held in self._require_held.values():
             require_held()
-        for name in self.sizes.keys() - set(self.last):
-            if self.place.size(name) != self.sizes[name]:
-                words = "another process has replaced or removed this file of the copy"
-                where = f"{self.place.root.rstrip('/')}/{name}"
-                raise FileExistsError(errno.EEXIST, words, where)
+        for name in self._committed.keys() - set(self.last):
+            now = self.place.status(name)
+            if now is None or _is_another(now, self._committed[name]):
+                self._try(name, functools.partial(self._require_same, name))
+
+    def _require_same(self, name: str) -> None:
+        """Raise FileExistsError unless a file has the bytes that were copied."""
+        with (
+            contextlib.suppress(FileNotFoundError),
+            File(os.path.join(self.source, name)) as file,
+        ):
+            if self._is_there(name, file, self.sizes[name]):
+                return
+        words = "another process has replaced or removed this file of the copy"
+        raise FileExistsError(errno.EEXIST, words)
 
     def _settle(self, folders: Iterable[str]) -> None:
         for folder in folders:
@@ -473,8 +521,10 @@ class Drain:
             size = self.sizes[name]
             if _state_of(before) != self._states[name]:
                 raise CheckpointError(f"{path} has changed while it was copied")
-            there = self.place.size(name)
+            self._require_right(name)
+            there, status = self.place.size(name), self.place.status(name)
             if there == size and self._is_there(name, file, size):
+                self._note(name, status)
                 return
             marks = [] if there is None else self._marks_of(name)
 
@@ -486,9 +536,11 @@ class Drain:
                     self._remove_old_last(marks)
                     if at != "commit":
                         self._new.add(name)
+                if at == "commit":
+                    self._require_right(name)
 
             replace("open")
-            with self.place.writing(name, before.st_mode) as writer:
+            with self._saying_why(name), self.place.writing(name, before.st_mode) as writer:
                 expected, seen = 0, Checksums(self._block_bytes)
                 record = self._records.get(name)
                 with contextlib.closing(pieces_of(file, size)) as pieces:
@@ -515,14 +567,38 @@ class Drain:
                         f"{nbytes} with {found:08x} were read back"
                     )
                 replace("commit")
-                writer.commit()
+                self._note(name, writer.commit())
                 self._new.add(name)
+
+    @contextlib.contextmanager
+    def _saying_why(self, name: str) -> Iterator[None]:
+        """Say it if another has removed the new file because it has the right now."""
+        try:
+            yield
+        except FileNotFoundError:
+            self._require_right(name)
+            raise
+
+    def _require_right(self, name: str) -> None:
+        """Raise OSError if another has begun to write what marks a file.
+
+        Ask it when the new file has its temporary name, before it gets its own: the other
+        one removes those.
+        """
+        marks = {mark for folder in above(name) for mark in self._held_in.get(folder, ())}
+        for mark in marks.union([name], _default_marks(name)):
+            if (require_held := self._require_held.get(mark)) is not None:
+                require_held()
+
+    def _note(self, name: str, status: os.stat_result | None) -> None:
+        if status is not None:
+            self._committed[name] = status
 
     def _marks_of(self, name: str) -> list[str]:
         """Return the `last` files that no longer fit once a file is replaced."""
         place = self._order.get(name, -1)
         marks = []
-        for folder in _above(name):
+        for folder in above(name):
             those = self._marks_in.get(folder, ())
             marks += [mark for mark in those if self._order[mark] > place]
         # Those that the source lacks.
@@ -535,9 +611,6 @@ class Drain:
         """Remove some of the `last` files, which mark the target as complete, once."""
         with self._mutex:
             old = set(names) - self._new
-            held_by = old | {_beside(name, METADATA) for name in old}
-            for name in held_by.intersection(self._require_held):
-                self._require_held[name]()
             self._invalidate(old)
             self._new |= old
 
@@ -558,6 +631,7 @@ class Drain:
         with self.place.writing(index, mode) as writer:
             writer.write(np.frombuffer(REPLACING, np.uint8))
             writer.finish()
+            self._require_right(index)
             writer.commit()
 
     def _invalidate(self, names: Collection[str]) -> None:
@@ -565,7 +639,7 @@ class Drain:
             if os.path.basename(name) == INDEX_NAME and name in self._order:
                 self._mark(name)
             else:
-                self.place.remove(name)
+                self.place.remove(name, functools.partial(self._require_right, name))
         for folder in {os.path.dirname(name) for name in names}:
             self.place.settle(folder)
 
@@ -635,6 +709,15 @@ def _state_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def _is_another(now: os.stat_result, before: os.stat_result) -> bool:
+    """Return whether a file may have taken the place of another.
+
+    Some file systems change the inode number, or the time, of the same file.
+    """
+    is_here = os.path.samestat(now, before)
+    return not is_here and now.st_mtime_ns != before.st_mtime_ns
+
+
 def _require_whole(folder: str) -> None:
     """Raise CheckpointError if a model's files may be of two saves.
 
@@ -644,13 +727,6 @@ def _require_whole(folder: str) -> None:
         require_whole(folder)
     except SafetensorError as error:
         raise CheckpointError(str(error)) from None
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield the folder of a file, and those above it."""
-    while name:
-        name = os.path.dirname(name)
-        yield name
 
 
 def _is(name: str, pattern: str) -> bool:

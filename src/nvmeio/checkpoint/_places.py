@@ -19,13 +19,13 @@ import numpy as np
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
-from nvmeio._files.descriptors import Descriptor
+from nvmeio._files.descriptors import Descriptor, ask_anew
 from nvmeio._files.folders import make_folders, sync_folder
-from nvmeio._files.kinds import METADATA, OF_RANK
-from nvmeio._files.paths import absolute_folder, exists_now, refuse_url, remove_now
+from nvmeio._files.kinds import INDEX_NAME, INDEX_OF_RANK, METADATA, OF_RANK
+from nvmeio._files.paths import absolute_folder, exists_now, refuse_url
 from nvmeio._native.descriptor import TemporaryName
 from nvmeio._native.file import File
-from nvmeio._publish.claims import Claim, log_left
+from nvmeio._publish.claims import Claim, log_left, remove_if
 from nvmeio._publish.files import new_file, show_use
 from nvmeio._publish.names import (
     OwnerOf,
@@ -35,14 +35,13 @@ from nvmeio._publish.names import (
     short_name,
     temporary_name,
 )
-from nvmeio._safetensors.places import INDEX_NAME
-from nvmeio._safetensors.turns import alone_in
+from nvmeio._safetensors.turns import alone_in, remove_parts
 from nvmeio._streams.memory import Bytes
 from nvmeio._streams.reading import in_pieces
 from nvmeio.default import default_handle
 
 __all__ = ["Bytes", "Connection", "Folder", "Place", "Remote", "Writer"]
-__all__ += ["is_held", "local_path", "pieces_of", "place_of"]
+__all__ += ["above", "is_held", "local_path", "pieces_of", "place_of"]
 
 
 PIECE_BYTES = 4 << 20
@@ -87,8 +86,8 @@ class Writer(Protocol):
     def read(self) -> Generator[Bytes, None, None]:
         """Yield the bytes that are on the storage."""
 
-    def commit(self) -> None:
-        """Give it its name."""
+    def commit(self) -> os.stat_result | None:
+        """Give it its name; return its status before that, if the storage has one."""
 
 
 class Place(Protocol):
@@ -114,11 +113,10 @@ class Place(Protocol):
     def holding(
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> contextlib.AbstractContextManager[_Check | None]:
-        """Keep others away that save what a file marks, or lose that to them.
+        """Keep others away that write what a file marks, or lose that to them.
 
-        The file is one that is_held().  Yield what raises FileExistsError if it is lost;
-        None if nothing is held.  `mode` is that of the file.  `pause` is called, with
-        seconds, as long as another has to be waited for.
+        Yield what raises OSError if it is lost; None if nothing is held.  `mode` is that of
+        the file.  `pause` is called, with seconds, as long as another has to be waited for.
         """
 
     def abandon(self, name: str) -> None:
@@ -136,11 +134,22 @@ class Place(Protocol):
     def settle(self, folder: str) -> None:
         """Make the names in a folder durable."""
 
-    def clean(self, folder: str, names: Collection[str]) -> None:
-        """Remove what dead processes have left of files with these short names."""
+    def status(self, name: str) -> os.stat_result | None:
+        """Return the status of a file, if it exists and the storage has one."""
 
-    def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
+    def clean(self, folder: str, names: Collection[str]) -> None:
+        """Remove unfinished files with these short names: of dead processes, and of those
+        whose right was taken by holding()."""
+
+    def remove(self, name: str, check: _Check) -> None:
+        """Remove a file, if it exists; not if `check` raises, which a folder can ask."""
+
+
+def above(name: str) -> Iterator[str]:
+    """Yield the folder of a file, and those above it."""
+    while name:
+        name = os.path.dirname(name)
+        yield name
 
 
 def is_held(name: str) -> bool:
@@ -205,6 +214,9 @@ class Folder:
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
         self._claims: dict[str, Claim] = {}
+        # Where another has written, whose files may still be about to get their names.
+        self._taken_over: set[str] = set()
+        self._names_of_claims: set[str] = set()
 
     def free_bytes(self) -> int:
         space = os.statvfs(self._path)
@@ -231,25 +243,47 @@ class Folder:
     def holding(
         self, name: str, mode: int, pause: Callable[[float], object]
     ) -> Iterator[_Check | None]:
-        folder, base = os.path.split(self.path(name))
-        require_held = None
+        checks: list[_Check] = []
+
+        def require_held() -> None:
+            for check in checks:
+                check()
+
         with contextlib.ExitStack() as stack:
             try:
-                # Else nothing in it can be replaced: it may have all.
-                if os.access(folder, os.W_OK, effective_ids=True):
+                # Nobody else writes to an unfinished folder.  In one that is not writable,
+                # nothing can be replaced: it may have all.
+                folder, base = os.path.split(self.path(name))
+                is_shared = self._path == self.root
+                if is_shared and os.access(folder, os.W_OK, effective_ids=True):
                     if base == INDEX_NAME:
-                        stack.enter_context(alone_in(folder, pause=pause))
-                    claim = Claim(self.path(name), _mode(mode))
+                        checks.append(stack.enter_context(alone_in(folder, pause=pause)))
+                    with contextlib.ExitStack() as turn:
+                        if INDEX_OF_RANK.fullmatch(base):
+                            # Ranks may copy at the same time.
+                            turn.enter_context(alone_in(folder, pause=pause))
+                        claim = self._claim(name, mode)
                     stack.callback(claim.remove)
-                    if base != INDEX_NAME:
-                        self._claims[name] = claim
-                        stack.callback(self._claims.pop, name, None)
-                    require_held = claim.check
+                    stack.callback(self._claims.pop, name, None)
+                    checks.append(claim.check)
             except OSError as error:
                 # As in a folder that is read-only.
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-            yield require_held
+            yield require_held if checks else None
+
+    def _claim(self, name: str, mode: int) -> Claim:
+        claim = Claim(self.path(name), _mode(mode))
+        folder, base = os.path.split(name)
+        self._names_of_claims.add(os.path.basename(claim.path))
+        if not base.endswith(INDEX_NAME):
+            self._claims[name] = claim
+        elif claim.is_next:
+            prefix = base.removesuffix(INDEX_NAME)
+            remove_parts(self.path(folder), prefix, self._names_of_claims)
+        if claim.is_next and base != INDEX_NAME:
+            self._taken_over.add(folder)
+        return claim
 
     def abandon(self, name: str) -> None:
         """Do nothing: a file without its name has gone at the end of writing()."""
@@ -282,18 +316,31 @@ class Folder:
     def settle(self, folder: str) -> None:
         sync_folder(self.path(folder))
 
+    def status(self, name: str) -> os.stat_result | None:
+        path = self.path(name)
+        # NFS remembers for seconds what a file is like.
+        ask_anew(path)
+        with contextlib.suppress(FileNotFoundError):
+            return os.lstat(path)
+        return None
+
     def clean(self, folder: str, names: Collection[str]) -> None:
+        # What another still writes could get its name, although it has lost that right.
+        taken_over = not self._taken_over.isdisjoint({folder, *above(folder)})
+
         def is_mine(found: OwnerOf) -> bool:
+            if found.string in self._names_of_claims:
+                return False
             # Long names of files of two drains may have one short name.
             name = short_name(os.path.join(folder, found["name"]))
-            return name in names and not is_of_living(found)
+            return name in names and (taken_over or not is_of_living(found))
 
-        _, failed = remove_left(self.path(folder), is_mine)
+        _, failed = remove_left(self.path(folder), is_mine, locked=taken_over)
         if failed is not None:
             log_left(failed)
 
-    def remove(self, name: str) -> None:
-        remove_now(self.path(name))
+    def remove(self, name: str, check: _Check) -> None:
+        remove_if(check, [self.path(name)])
 
 
 class _FolderWriter:
@@ -315,9 +362,11 @@ class _FolderWriter:
             show_use(file)
             yield from _read_anew(file)
 
-    def commit(self) -> None:
+    def commit(self) -> os.stat_result:
+        found = os.lstat(self.unnamed)
         rename(self.unnamed, self.target)
         self._name.keep()
+        return found
 
 
 class _ClaimWriter:
@@ -530,6 +579,9 @@ class Remote:
     def settle(self, folder: str) -> None:
         """Do nothing: remote storage makes names durable itself."""
 
+    def status(self, name: str) -> None:
+        return None
+
     def clean(self, folder: str, names: Collection[str]) -> None:
         """Do nothing: a file has its own name at once."""
 
@@ -562,7 +614,7 @@ class Remote:
     def names(self, folder: str) -> list[str]:
         return list(self.sizes(folder))
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, check: _Check = lambda: None) -> None:
         # Not by rm(), which would treat brackets in a name as a pattern.
         try:
             with self._connection.system() as system:
