@@ -218,17 +218,26 @@ def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
     stopped between two calls.
     """
     check()
-    names: list[tuple[str, str]] = []
+    names: list[tuple[str, str, TemporaryName]] = []
     with contextlib.ExitStack() as stack:
         try:
             for path in paths:
                 left = TemporaryName(temporary_name(path, ASIDE))
-                names.append((path, stack.enter_context(left)))
-            aside = [(path, left) for path, left in names if _set_aside(path, left)]
+                names.append((path, stack.enter_context(left), left))
+            aside = [(path, name) for path, name, _ in names if _set_aside(path, name)]
             check()
         except BaseException:
-            for path, temporary in names:
-                give_back(temporary, path)
+            # Those that do not get their names back now, get them from the next writer.
+            for *_, left in names:
+                left.keep()
+            for path, temporary, _ in names:
+                try:
+                    give_back(temporary, path)
+                except OSError as error:
+                    if error.errno is None:
+                        # A signal handler raised it.
+                        raise
+                    log_left(error)
             raise
         for path, temporary in aside:
             try:

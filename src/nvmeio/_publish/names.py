@@ -189,11 +189,12 @@ def remove_left(
 
 def give_back(path: str, target: str) -> None:
     """Give what was set aside its name back, unless another has it now."""
-    with contextlib.suppress(FileNotFoundError, FileExistsError):
+    with contextlib.suppress(FileNotFoundError):
         try:
-            os.link(path, target, follow_symlinks=False)
+            with contextlib.suppress(FileExistsError):
+                os.link(path, target, follow_symlinks=False)
         except OSError as error:
-            if error.errno in (None, errno.ENOENT, errno.EEXIST):
+            if error.errno in (None, errno.ENOENT):
                 raise
             # A folder, or any file where they have one name only.
             if not exists(target):

@@ -256,12 +256,12 @@ class Folder:
                 folder, base = os.path.split(self.path(name))
                 is_shared = self._path == self.root
                 if is_shared and os.access(folder, os.W_OK, effective_ids=True):
+                    turn = alone_in(folder, base.removesuffix(INDEX_NAME), pause=pause)
                     if base == INDEX_NAME:
-                        checks.append(stack.enter_context(alone_in(folder, pause=pause)))
-                    with contextlib.ExitStack() as turn:
-                        if INDEX_OF_RANK.fullmatch(base):
-                            # Ranks may copy at the same time.
-                            turn.enter_context(alone_in(folder, pause=pause))
+                        checks.append(stack.enter_context(turn))
+                    # Ranks may copy at the same time.
+                    is_of_rank = INDEX_OF_RANK.fullmatch(base)
+                    with turn if is_of_rank else contextlib.nullcontext():
                         claim = self._claim(name, mode)
                     stack.callback(claim.remove)
                     stack.callback(self._claims.pop, name, None)
