@@ -127,16 +127,33 @@ def step(folder, value):
         checkpointer.save(5, state_of(value))
 
 
-def drained(save):
+def drained(save, **options):
     """Return a writer that drains what `save` has saved."""
 
     def write(folder, value):
         source = f"{folder}-{value}"
         if not os.path.exists(source):
             save(source, value)
-        drain(source, folder, retries=0).result()
+        drain(source, folder, retries=0, **options).result()
 
+    write.__name__ = f"drained_{save.__name__}"
     return write
+
+
+# Temporary names have only a part of it.
+MARK = 100 * "m"
+
+
+def plain(folder, value):
+    os.mkdir(folder)
+    for name in ("a", "b", "c", MARK):
+        with open(os.path.join(folder, name), "w") as file:
+            file.write(f"{value}")
+
+
+def read_plain(folder):
+    (value,) = {(folder / name).read_text() for name in ("a", "b", "c", MARK)}
+    return int(value)
 
 
 def read_with(reader):
@@ -175,6 +192,7 @@ PAIRS = [
     (step, drained(step), [read_step]),
     (drained(step), step, [read_step]),
     (drained(step), drained(step), [read_step]),
+    (drained(plain, last=[MARK]), drained(plain, last=[MARK]), [read_plain]),
 ]
 
 
@@ -205,12 +223,9 @@ def test_neither_mixes(tmp_path, monkeypatch, first, second, readers, is_old):
 def test_of_drains_of_plain_files_one_fails_if_they_mix(tmp_path, monkeypatch):
     """Nothing marks them as complete, so both may have written some."""
     folder = tmp_path / "target"
-    write = drained(None)
+    write = drained(plain, last=[])
     for value in (1, 2):
-        source = tmp_path / f"target-{value}"
-        source.mkdir()
-        for name in "abc":
-            (source / name).write_text(f"{value}")
+        write(folder, value)
     pair = (lambda: write(folder, 1)), (lambda: write(folder, 2))
     for errors in beside_each_call(monkeypatch, folder, lambda: None, *pair):
         assert len({(folder / name).read_text() for name in "abc"}) == 1 or any(errors)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from nvmeio._publish.names import (
     is_aside,
     remove_left,
     rename,
+    short_name,
     temporary_name,
 )
 
@@ -42,13 +44,15 @@ class Claim:
 
     def __init__(self, target: str, mode: int | None = None) -> None:
         """Take the right; without a mode, the file will become like the old one."""
-        self.target, self.path = target, temporary_name(target)
+        folder, name = os.path.split(target)
+        self._name = _name_of_claim(name)
+        self.target = target
+        self.path = temporary_name(os.path.join(folder, self._name))
         self.is_published = self._is_filled = False
         self._published: os.stat_result | None = None
-        folder, name = os.path.split(target)
 
         def is_claim(found: OwnerOf) -> bool:
-            return found["kind"] != ASIDE and _exclude(found["name"], name)
+            return found["kind"] != ASIDE and _exclude(found["name"], self._name)
 
         # Those of dead processes first, whose times may be in the future.
         removed, _ = remove_left(folder, is_claim)
@@ -62,7 +66,7 @@ class Claim:
         try:
             with naming(target):
                 opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
-            self._take(folder, name)
+            self._take(folder)
             if self.is_next:
                 # Files that an earlier one would have removed, or given their names back.
                 remove_left(folder, lambda found: _is_file_aside(folder, found))
@@ -70,7 +74,7 @@ class Claim:
             self.remove()
             raise
 
-    def _take(self, folder: str, name: str) -> None:
+    def _take(self, folder: str) -> None:
         """Remove the claims of earlier saves; raise FileExistsError if there is a later."""
         try:
             mine = self._place(self.path)
@@ -78,7 +82,7 @@ class Claim:
             raise self._lost() from None
         # NFS remembers for seconds what is in a folder.
         ask_anew(folder)
-        for other in self._others(folder, name):
+        for other in self._others(folder):
             with contextlib.suppress(FileNotFoundError):
                 theirs = self._place(other)
                 if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
@@ -87,12 +91,12 @@ class Claim:
                 self.is_next = True
                 os.unlink(other)
 
-    def _others(self, folder: str, name: str) -> list[str]:
+    def _others(self, folder: str) -> list[str]:
         """Return the claims of others that exclude this one."""
         found = [
             os.path.join(folder, each)
             for each in os.listdir(folder)
-            if not is_aside(each) and _exclude(final_name(each) or "", name)
+            if not is_aside(each) and _exclude(final_name(each) or "", self._name)
         ]
         return [other for other in found if other != self.path]
 
@@ -116,10 +120,10 @@ class Claim:
         """Raise FileExistsError if a later save has begun, also if this has published."""
         self.check()
         if self.is_published:
-            folder, name = os.path.split(self.target)
+            folder = os.path.dirname(self.target)
             for each in (folder, self.target):
                 ask_anew(each)
-            if self._others(folder, name) or not self._is_there():
+            if self._others(folder) or not self._is_there():
                 raise self._lost()
 
     def _is_there(self) -> bool:
@@ -188,6 +192,16 @@ class Claim:
     def _lost(self) -> OSError:
         words = "another save to this folder has begun meanwhile; make one save at a time"
         return FileExistsError(errno.EEXIST, words, self.target)
+
+
+def _name_of_claim(name: str) -> str:
+    """Return a name for the temporary one of a claim, which would shorten a long name.
+
+    Files of ranks may have names that begin alike.
+    """
+    if short_name(name) == name:
+        return name
+    return f"{name[:10]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}"
 
 
 def _exclude(one: str, other: str) -> bool:
