@@ -1227,3 +1227,14 @@ def test_a_file_that_a_host_does_not_remember_is_loaded(tmp_path, remembered):
     safetensors.torch.save_file(tensors_of([1]), remembered / "one.safetensors")
     with closing(ModelFile(tmp_path / "one.safetensors")) as file:
         assert list(file.layout.by_name) == ["t00"]
+
+
+def test_an_index_that_a_host_does_not_remember_says_that_files_are_replaced(
+    tmp_path, remembered
+):
+    target, tensors = tmp_path / "model", tensors_of([9, 9])
+    save_sharded(tensors, target, 12_000)
+    (target / INDEX).unlink()
+    (remembered / INDEX).write_bytes(replacing.REPLACING)
+    with pytest.raises(CheckpointException, match="being replaced one by one"):
+        load_by_dcp(target, tensors)

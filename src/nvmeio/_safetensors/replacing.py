@@ -262,6 +262,8 @@ def _version(path: str) -> tuple[int, int] | None:
     # NFS remembers for seconds which file has a name, and what it is like.
     for each in (os.path.dirname(path) or ".", path):
         ask_anew(each)
+    # And FUSE that there was none.
+    exists_now(path)
     (found,) = _identities([path])
     return None if found is None else (found[2], found[3])
 
