@@ -1183,6 +1183,25 @@ def test_ctrl_c_while_a_thread_starts_lets_all_of_them_copy(source, target, monk
     assert content() == FILES
 
 
+def test_a_file_that_another_has_replaced_at_the_same_time_is_noticed(
+    source, tmp_path, monkeypatch
+):
+    """Some file systems have times of whole seconds."""
+    target, settle = tmp_path / "target", _places.Folder.settle
+
+    def settle_later(place, folder):
+        if (one := target / "__1_0.distcp").read_bytes() == FILES[one.name]:
+            other, times = tmp_path / "other", os.stat(one)
+            other.write_bytes(bytes(times.st_size))
+            os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+            other.replace(one)
+        settle(place, folder)
+
+    monkeypatch.setattr(_places.Folder, "settle", settle_later)
+    with pytest.raises(FileExistsError, match="replaced or removed this file of the copy"):
+        drain(source, target).result()
+
+
 def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):
     future = drain(source, tmp_path / "target", bandwidth=1.0)
     assert future.cancel()

@@ -712,10 +712,10 @@ def _state_of(found: os.stat_result) -> tuple[int, int]:
 def _is_another(now: os.stat_result, before: os.stat_result) -> bool:
     """Return whether a file may have taken the place of another.
 
-    Some file systems change the inode number, or the time, of the same file.
+    Some file systems change the inode number, or the time, of the same file, and in others
+    two files have the same time.
     """
-    is_here = os.path.samestat(now, before)
-    return not is_here and now.st_mtime_ns != before.st_mtime_ns
+    return not os.path.samestat(now, before) or _state_of(now) != _state_of(before)
 
 
 def _require_whole(folder: str) -> None:
