@@ -229,3 +229,27 @@ def test_of_drains_of_plain_files_one_fails_if_they_mix(tmp_path, monkeypatch):
     pair = (lambda: write(folder, 1)), (lambda: write(folder, 2))
     for errors in beside_each_call(monkeypatch, folder, lambda: None, *pair):
         assert len({(folder / name).read_text() for name in "abc"}) == 1 or any(errors)
+
+
+@pytest.mark.parametrize("collectives", [True, False])
+def test_what_a_killed_save_has_set_aside_is_removed_by_the_next(tmp_path, collectives):
+    save = file_system if collectives else one_rank
+    save(tmp_path, 1)
+    child = os.fork()
+    if not child:
+        unlink = os.unlink
+
+        def killed(path):
+            if path.endswith(".nvmeio-old"):
+                os._exit(0)
+            unlink(path)
+
+        os.unlink = killed
+        save(tmp_path, 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".nvmeio-old")]
+    assert read_with(FileSystemReader)(tmp_path) == 2
+    save(tmp_path, 3)
+    assert len(os.listdir(tmp_path)) == 2
+    assert read_with(FileSystemReader)(tmp_path) == 3

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import stat
@@ -20,6 +21,7 @@ from nvmeio._publish.names import (
     final_name,
     give_back,
     is_aside,
+    is_dead,
     remove_left,
     rename,
     short_name,
@@ -66,23 +68,40 @@ class Claim:
         try:
             with naming(target):
                 opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode).close()
-            self._take(folder)
-            if self.is_next:
-                # Files that an earlier one would have removed, or given their names back.
-                remove_left(folder, lambda found: _is_file_aside(folder, found))
+            names = self._take(folder)
+            if any(map(is_aside, names)):
+                remove_left(folder, functools.partial(self._is_file_aside, folder))
         except BaseException:
             self.remove()
             raise
 
-    def _take(self, folder: str) -> None:
-        """Remove the claims of earlier saves; raise FileExistsError if there is a later."""
+    def _is_file_aside(self, folder: str, found: OwnerOf) -> bool:
+        """Return whether what a writer has set aside is to get its name back.
+
+        A killed one would have removed it, or given it back.  What marks others is removed:
+        those may have been about to be replaced.
+        """
+        path = os.path.join(folder, found.string)
+        if found["kind"] != ASIDE or os.path.isdir(path):
+            return False
+        if _exclude(found["name"], self._name) and is_dead(found):
+            remove_unneeded(folder, [found.string])
+            return False
+        return True
+
+    def _take(self, folder: str) -> list[str]:
+        """Remove the claims of earlier saves, and return the names in the folder.
+
+        Raises FileExistsError if there is a later save.
+        """
         try:
             mine = self._place(self.path)
         except FileNotFoundError:
             raise self._lost() from None
         # NFS remembers for seconds what is in a folder.
         ask_anew(folder)
-        for other in self._others(folder):
+        names = os.listdir(folder)
+        for other in self._others(folder, names):
             with contextlib.suppress(FileNotFoundError):
                 theirs = self._place(other)
                 if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
@@ -90,12 +109,13 @@ class Claim:
                     raise self._lost()
                 self.is_next = True
                 os.unlink(other)
+        return names
 
-    def _others(self, folder: str) -> list[str]:
+    def _others(self, folder: str, names: Iterable[str]) -> list[str]:
         """Return the claims of others that exclude this one."""
         found = [
             os.path.join(folder, each)
-            for each in os.listdir(folder)
+            for each in names
             if not is_aside(each) and _exclude(final_name(each) or "", self._name)
         ]
         return [other for other in found if other != self.path]
@@ -123,7 +143,8 @@ class Claim:
             folder = os.path.dirname(self.target)
             for each in (folder, self.target):
                 ask_anew(each)
-            if self._others(folder) or not self._is_there():
+            others = self._others(folder, os.listdir(folder))
+            if others or not self._is_there():
                 raise self._lost()
 
     def _is_there(self) -> bool:
@@ -280,10 +301,6 @@ def _set_aside(path: str, temporary: str) -> bool:
                 raise
             os.unlink(path)
     return False
-
-
-def _is_file_aside(folder: str, found: OwnerOf) -> bool:
-    return found["kind"] == ASIDE and not os.path.isdir(os.path.join(folder, found.string))
 
 
 def log_left(error: OSError) -> None:

@@ -59,8 +59,7 @@ def temporary_name(target: str, kind: str = "tmp") -> str:
 
 def is_aside(name: str) -> bool:
     """Return whether a name is that of what was set aside."""
-    found = _LEFT.fullmatch(name)
-    return found is not None and found["kind"] == ASIDE
+    return name.endswith(f".nvmeio-{ASIDE}") and _LEFT.fullmatch(name) is not None
 
 
 def short_name(path: str) -> str:

@@ -36,7 +36,7 @@ from nvmeio._files.paths import absolute, exists, exists_now, refuse_url
 from nvmeio._native.file import open_for_writing
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.claims import Claim, log_left, remove_if, remove_unneeded
-from nvmeio._publish.names import final_name
+from nvmeio._publish.names import final_name, is_dead, remove_left
 from nvmeio._streams.writing import Stages, reserve
 from nvmeio._tensors.memory import freed_problem
 from nvmeio.default import default_handle
@@ -208,6 +208,11 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         self._refuse_all_ranks()
         make_folders(os.fspath(self.path))
         self._begin_save()
+        # What a killed save has set aside to remove it, perhaps on a drive of this rank.
+        remove_left(
+            os.fspath(self.path),
+            lambda found: _SHARD.fullmatch(found["name"]) is not None and is_dead(found),
+        )
         # Before this save has a claim: a later one has no files yet.
         own = shards_of(os.fspath(self._get_metadata_path(self.rank)))
         before = _left_in(self.path, self.rank)
