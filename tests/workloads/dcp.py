@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import threading
 
 import torch
 import torch.distributed as dist
@@ -253,11 +254,18 @@ def stage_again_and_again(folder):
     used, stager, held, given_back = nvmeio.pool_stats()["bytes_used"], PoolStager(), [], []
     for seed in range(3):
         state["a"].fill_(seed)
-        writer = FileSystemWriter(folder)
+        writer, goes_on = FileSystemWriter(folder), threading.Event()
+
+        def write_later(*args, write=writer.write_data, goes_on=goes_on):
+            goes_on.wait(60)
+            return write(*args)
+
+        writer.write_data = write_later
         future = dcp.async_save(
             state, storage_writer=writer, async_stager=stager, no_dist=True
         )
         held.append(nvmeio.pool_stats()["bytes_used"] >= used + (8 << 20))
+        goes_on.set()
         future.result()
         del future
         # torch's saving thread may not have ended yet.
