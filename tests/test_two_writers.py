@@ -192,7 +192,10 @@ PAIRS = [
     (step, drained(step), [read_step]),
     (drained(step), step, [read_step]),
     (drained(step), drained(step), [read_step]),
-    (drained(plain, last=[MARK]), drained(plain, last=[MARK]), [read_plain]),
+    *(
+        (drained(plain, last=[MARK]), drained(plain, last=[m]), [read_plain])
+        for m in (MARK, "a")
+    ),
 ]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -22,9 +21,9 @@ from nvmeio._publish.names import (
     give_back,
     is_aside,
     is_dead,
+    owner_of,
     remove_left,
     rename,
-    short_name,
     temporary_name,
 )
 
@@ -40,16 +39,14 @@ class Claim:
     It is a file with a temporary name, which becomes ``.metadata``, or such a file of one
     rank; or it stands for the index of a model, and becomes nothing.  A later save removes
     it, so that the rename fails.  It needs no lock, which a machine that has lost its
-    network could hold for ever.  `is_next` says that the right was another's, which may
+    network could hold for ever.  `displaced` are those whose right it was, of whom one may
     have been stopped before it gives a file its name.
     """
 
     def __init__(self, target: str, mode: int | None = None) -> None:
         """Take the right; without a mode, the file will become like the old one."""
-        folder, name = os.path.split(target)
-        self._name = _name_of_claim(name)
-        self.target = target
-        self.path = temporary_name(os.path.join(folder, self._name))
+        folder, self._name = os.path.split(target)
+        self.target, self.path = target, temporary_name(target)
         self.is_published = self._is_filled = False
         self._published: os.stat_result | None = None
 
@@ -58,7 +55,7 @@ class Claim:
 
         # Those of dead processes first, whose times may be in the future.
         removed, _ = remove_left(folder, is_claim)
-        self.is_next = bool(removed)
+        self.displaced = {owner_of(os.path.basename(path)) for path in removed}
         if mode is None:
             mode = 0o666
             with contextlib.suppress(FileNotFoundError):
@@ -107,7 +104,7 @@ class Claim:
                 if mine < theirs and theirs[0] - mine[0] <= _MEANWHILE_NS:
                     # Both have begun now.  One of them must go on.
                     raise self._lost()
-                self.is_next = True
+                self.displaced.add(owner_of(os.path.basename(other)))
                 os.unlink(other)
         return names
 
@@ -213,16 +210,6 @@ class Claim:
     def _lost(self) -> OSError:
         words = "another save to this folder has begun meanwhile; make one save at a time"
         return FileExistsError(errno.EEXIST, words, self.target)
-
-
-def _name_of_claim(name: str) -> str:
-    """Return a name for the temporary one of a claim, which would shorten a long name.
-
-    Files of ranks may have names that begin alike.
-    """
-    if short_name(name) == name:
-        return name
-    return f"{name[:10]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}"
 
 
 def _exclude(one: str, other: str) -> bool:

@@ -17,6 +17,7 @@ __all__ = ["ASIDE", "OwnerOf", "final_name", "is_aside", "is_dead", "is_left"]
 __all__ += [
     "give_back",
     "is_of_living",
+    "owner_of",
     "remove_left",
     "rename",
     "renaming",
@@ -135,6 +136,12 @@ def _start_of(process: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return -1 if os.path.exists("/proc/self/stat") else 0
     return -1 if words[0] in b"ZX" else int(words[19])
+
+
+def owner_of(name: str) -> tuple[str, str, str] | None:
+    """Return the host, process and start of a temporary name; None of other names."""
+    found = _LEFT.fullmatch(name)
+    return found and (found["host"], found["pid"], found["start"])
 
 
 def is_dead(found: OwnerOf) -> bool:

@@ -30,6 +30,7 @@ from nvmeio._publish.files import new_file, show_use
 from nvmeio._publish.names import (
     OwnerOf,
     is_of_living,
+    owner_of,
     remove_left,
     rename,
     short_name,
@@ -214,8 +215,8 @@ class Folder:
     def __init__(self, path: str, shown: str | None = None) -> None:
         self._path, self.root = path, shown or path
         self._claims: dict[str, Claim] = {}
-        # Where another has written, whose files may still be about to get their names.
-        self._taken_over: set[str] = set()
+        # Where others have written, whose files may still be about to get their names.
+        self._taken_over: dict[str, set[tuple[str, str, str] | None]] = {}
         self._names_of_claims: set[str] = set()
 
     def free_bytes(self) -> int:
@@ -278,11 +279,11 @@ class Folder:
         self._names_of_claims.add(os.path.basename(claim.path))
         if not base.endswith(INDEX_NAME):
             self._claims[name] = claim
-        elif claim.is_next:
+        elif claim.displaced:
             prefix = base.removesuffix(INDEX_NAME)
             remove_parts(self.path(folder), prefix, self._names_of_claims)
-        if claim.is_next and base != INDEX_NAME:
-            self._taken_over.add(folder)
+        if claim.displaced and base != INDEX_NAME:
+            self._taken_over.setdefault(folder, set()).update(claim.displaced)
         return claim
 
     def abandon(self, name: str) -> None:
@@ -325,17 +326,20 @@ class Folder:
         return None
 
     def clean(self, folder: str, names: Collection[str]) -> None:
-        # What another still writes could get its name, although it has lost that right.
-        taken_over = not self._taken_over.isdisjoint({folder, *above(folder)})
+        # What others still write could get its name, although they have lost that right.
+        lost = [self._taken_over.get(each, set()) for each in (folder, *above(folder))]
+        others = set().union(*lost)
 
         def is_mine(found: OwnerOf) -> bool:
             if found.string in self._names_of_claims:
                 return False
             # Long names of files of two drains may have one short name.
             name = short_name(os.path.join(folder, found["name"]))
-            return name in names and (taken_over or not is_of_living(found))
+            if name in names and not is_of_living(found):
+                return True
+            return owner_of(found.string) in others
 
-        _, failed = remove_left(self.path(folder), is_mine, locked=taken_over)
+        _, failed = remove_left(self.path(folder), is_mine, locked=bool(others))
         if failed is not None:
             log_left(failed)
 
