@@ -139,8 +139,9 @@ class Place(Protocol):
         """Return the status of a file, if it exists and the storage has one."""
 
     def clean(self, folder: str, names: Collection[str]) -> None:
-        """Remove unfinished files with these short names: of dead processes, and of those
-        whose right was taken by holding()."""
+        """Remove unfinished files: with these short names of dead processes, and all of
+        those whose right was taken by holding().
+        """
 
     def remove(self, name: str, check: _Check) -> None:
         """Remove a file, if it exists; not if `check` raises, which a folder can ask."""
@@ -337,7 +338,9 @@ class Folder:
             name = short_name(os.path.join(folder, found["name"]))
             if name in names and not is_of_living(found):
                 return True
-            return owner_of(found.string) in others
+            # A folder is a step, whose writer has its own lock.
+            is_file = os.path.isfile(os.path.join(self.path(folder), found.string))
+            return is_file and owner_of(found.string) in others
 
         _, failed = remove_left(self.path(folder), is_mine, locked=bool(others))
         if failed is not None:
