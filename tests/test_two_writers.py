@@ -192,10 +192,7 @@ PAIRS = [
     (step, drained(step), [read_step]),
     (drained(step), step, [read_step]),
     (drained(step), drained(step), [read_step]),
-    *(
-        (drained(plain, last=[MARK]), drained(plain, last=[m]), [read_plain])
-        for m in (MARK, "a")
-    ),
+    (drained(plain, last=[MARK]), drained(plain, last=[MARK]), [read_plain]),
 ]
 
 
@@ -256,3 +253,20 @@ def test_what_a_killed_save_has_set_aside_is_removed_by_the_next(tmp_path, colle
     save(tmp_path, 3)
     assert len(os.listdir(tmp_path)) == 2
     assert read_with(FileSystemReader)(tmp_path) == 3
+
+
+def test_ranks_may_drain_to_one_folder_each_with_its_mark(tmp_path, monkeypatch):
+    folder = tmp_path / "target"
+    for rank in (0, 1):
+        source = tmp_path / f"rank-{rank}"
+        source.mkdir()
+        for name in (f"part-{rank}", f"{MARK}-{rank}.done", "config"):
+            (source / name).write_text(name)
+
+    def write(rank):
+        drain(tmp_path / f"rank-{rank}", folder, last=["*.done"], retries=0).result()
+
+    pair = (lambda: write(0)), (lambda: write(1))
+    for errors in beside_each_call(monkeypatch, folder, lambda: None, *pair):
+        assert errors == [None, None]
+        assert len(os.listdir(folder)) == 5

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from nvmeio._publish.names import (
     owner_of,
     remove_left,
     rename,
+    short_name,
     temporary_name,
 )
 
@@ -45,8 +47,10 @@ class Claim:
 
     def __init__(self, target: str, mode: int | None = None) -> None:
         """Take the right; without a mode, the file will become like the old one."""
-        folder, self._name = os.path.split(target)
-        self.target, self.path = target, temporary_name(target)
+        folder, name = os.path.split(target)
+        self._name = _name_of_claim(name)
+        self.target = target
+        self.path = temporary_name(os.path.join(folder, self._name))
         self.is_published = self._is_filled = False
         self._published: os.stat_result | None = None
 
@@ -210,6 +214,16 @@ class Claim:
     def _lost(self) -> OSError:
         words = "another save to this folder has begun meanwhile; make one save at a time"
         return FileExistsError(errno.EEXIST, words, self.target)
+
+
+def _name_of_claim(name: str) -> str:
+    """Return a name for the temporary one of a claim, which would shorten a long name.
+
+    Files of ranks may have names that begin alike.
+    """
+    if short_name(name) == name:
+        return name
+    return f"{name[:10]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}"
 
 
 def _exclude(one: str, other: str) -> bool:

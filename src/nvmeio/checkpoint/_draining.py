@@ -84,8 +84,6 @@ _MARKED = (
     ("diffusion_pytorch_model.safetensors.index.json", "*.safetensors"),
     ("pytorch_model.bin.index.json", "*.bin"),
 )
-# What the claim of a drain is called.
-_DRAIN = ".nvmeio-drain"
 # A file of a rank, which may have saved without the others.
 _SHARD = re.compile(r"__(\d+)_.*\.distcp")
 
@@ -328,8 +326,10 @@ class Drain:
             self._made = True
             try:
                 self._make_folders()
-                held = [*filter(is_held, self.sizes), *self._unindexed(), *self._marked()]
-                for name in held:
+                # Also the last in each folder, of which there is one in each such copy.
+                finals = {os.path.dirname(name): name for name in self.last}
+                held = {*filter(is_held, self.sizes), *finals.values(), *self._unindexed()}
+                for name in sorted(held):
                     self._try(name, functools.partial(self._hold, name))
                 mine = set(map(short_name, self.sizes))
                 for folder in self.folders:
@@ -367,17 +367,6 @@ class Drain:
                 self._held_in[os.path.dirname(name)].append(name)
         if is_of_rank:
             self._refuse_all_ranks(of_all)
-
-    def _marked(self) -> Iterator[str]:
-        """Yield what keeps other drains out of each folder with a mark, whatever theirs is.
-
-        Ranks that save without the others may drain to one folder, each with its mark.
-        """
-        of_all = (
-            name for name in self.last if not OF_RANK.fullmatch(os.path.basename(name))
-        )
-        for folder in sorted({os.path.dirname(name) for name in of_all}):
-            yield os.path.join(folder, _DRAIN)
 
     def _unindexed(self) -> Iterator[str]:
         """Yield what stands for the index of model files of ranks, by folder."""
