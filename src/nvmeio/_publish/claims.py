@@ -22,6 +22,7 @@ from nvmeio._publish.names import (
     give_back,
     is_aside,
     is_dead,
+    is_of_living,
     owner_of,
     remove_left,
     rename,
@@ -79,16 +80,22 @@ class Claim:
     def _is_file_aside(self, folder: str, found: OwnerOf) -> bool:
         """Return whether what a writer has set aside is to get its name back.
 
-        A killed one would have removed it, or given it back.  What marks others is removed:
-        those may have been about to be replaced.
+        A killed one would have removed it, or given it back; so would one whose right this
+        has taken, but not another rank.  What marks others is removed: those may have been
+        about to be replaced.
         """
         path = os.path.join(folder, found.string)
+        is_lost = owner_of(found.string) in self.displaced
         if found["kind"] != ASIDE or os.path.isdir(path):
+            return False
+        if is_of_living(found) and not is_lost:
             return False
         if _exclude(found["name"], self._name) and is_dead(found):
             remove_unneeded(folder, [found.string])
             return False
-        return True
+        is_of_rank = OF_RANK.fullmatch(self._name)
+        prefix = f"{self._name.removesuffix(METADATA)}_" if is_of_rank else ""
+        return is_lost or found["name"].startswith(prefix)
 
     def _take(self, folder: str) -> list[str]:
         """Remove the claims of earlier saves, and return the names in the folder.
