@@ -152,11 +152,11 @@ def drain(
     for a save that names its files, and fails after 60 s; saves to it, and other drains of
     such a model, wait for the drain in the same way.  The drain of a checkpoint with
     ``.metadata``, or such a file of a rank, makes a save fail that began before it, and
-    fails if one begins before it has copied that file.  So do drains, each of the other,
-    of a folder with any other of the `last` files, and a save of the same step.  Of two
-    drains of plain files at least one fails if one has replaced a file of the other.  The
-    file of a rank is not copied to a target that has ``.metadata``, which readers take
-    first: FileExistsError.
+    fails if one begins before it has copied that file.  So does one of two drains with the
+    same name at the end of `last`, and a drain beside a save of the same step.  Of drains
+    of other files at least one fails if one has replaced a file of the other.  The file of
+    a rank is not copied to a target that has ``.metadata``, which readers take first:
+    FileExistsError.
 
     Call ``drain`` again to continue one that was interrupted: files that already exist with
     the same bytes are not copied again.  Before a file is replaced, the `last` files of the
