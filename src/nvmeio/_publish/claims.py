@@ -80,9 +80,8 @@ class Claim:
     def _is_file_aside(self, folder: str, found: OwnerOf) -> bool:
         """Return whether what a writer has set aside is to get its name back.
 
-        A killed one would have removed it, or given it back; so would one whose right this
-        has taken, but not another rank.  What marks others is removed: those may have been
-        about to be replaced.
+        A killed one would have removed it, or given it back.  What marks others is removed:
+        those may have been about to be replaced.
         """
         path = os.path.join(folder, found.string)
         is_lost = owner_of(found.string) in self.displaced
@@ -93,9 +92,18 @@ class Claim:
         if _exclude(found["name"], self._name) and is_dead(found):
             remove_unneeded(folder, [found.string])
             return False
-        is_of_rank = OF_RANK.fullmatch(self._name)
-        prefix = f"{self._name.removesuffix(METADATA)}_" if is_of_rank else ""
-        return is_lost or found["name"].startswith(prefix)
+        return is_lost or self._is_about(found["name"])
+
+    def _is_about(self, name: str) -> bool:
+        """Return whether only who has the right may write a file.
+
+        Ranks, and drains whose marks differ, write beside each other.
+        """
+        if OF_RANK.fullmatch(self._name):
+            return name.startswith(f"{self._name.removesuffix(METADATA)}_")
+        if INDEX_OF_RANK.fullmatch(self._name):
+            return name.startswith(self._name.removesuffix(INDEX_NAME))
+        return self._name in (METADATA, INDEX_NAME, name)
 
     def _take(self, folder: str) -> list[str]:
         """Remove the claims of earlier saves, and return the names in the folder.
