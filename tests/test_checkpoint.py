@@ -2145,6 +2145,28 @@ def test_a_step_that_a_lost_host_has_set_aside_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize("copied", [False, True])
+def test_a_step_that_a_lost_host_has_set_aside_is_restored_by_the_next_writer(
+    tmp_path, copied
+):
+    """It was stopped there, and died, after its lock was given to another."""
+    root, far = tmp_path / "root", tmp_path / "far"
+    where = far if copied else root
+    with Checkpointer(root, drain_to=far if copied else None) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(step, {"step": step})
+        if copied:
+            checkpointer.drained.result()
+            shutil.rmtree(root / "step-5")
+        aside = where / ".step-5.another-host-77-1234-0a0b0c0d.nvmeio-old"
+        os.rename(where / "step-5", aside)
+        # One of another thread, which removes it.
+        own = temporary_name(str(where / "step-6"), "old")
+        os.mkdir(own)
+        assert checkpointer.restore() == {"step": 5}
+        assert os.path.exists(own)
+
+
+@pytest.mark.parametrize("copied", [False, True])
 def test_a_named_step_that_was_set_aside_gets_its_name_back(tmp_path, copied):
     root, far = tmp_path / "root", tmp_path / "far"
     with Checkpointer(root, drain_to=far) as checkpointer:

@@ -20,6 +20,7 @@ from mounts import unmount
 from nvmeio._files import paths
 from nvmeio._memory import available
 from nvmeio._native.descriptor import remove_tree
+from nvmeio._publish import names
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 from nvmeio.checkpoint import cleanup as clean_up
 
@@ -194,6 +195,30 @@ def test_a_name_that_is_too_long_to_be_set_aside_is_named(faulty):
     assert (caught.value.errno, caught.value.filename) == (errno.ENAMETOOLONG, str(path))
     assert np.array_equal(load_folder(path), OLD)
     assert os.listdir(faulty) == [path.name]
+
+
+def test_what_gets_its_name_back_replaces_no_other_file(tmp_path, monkeypatch):
+    """Also where a file has one name only, and another gets it at the last moment."""
+    aside, target = tmp_path / "aside", tmp_path / "target"
+    aside.write_text("old")
+    written = []
+
+    def refused(*names, **options):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def late(*names):
+        target.write_text("new")
+        written.append(names)
+        rename(*names)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "rename", late)
+    names.give_back(str(aside), str(target))
+    assert target.read_text() == ("new" if written else "old")
+    aside.write_text("older")
+    names.give_back(str(aside), str(target))
+    assert target.read_text() != "older"
 
 
 @pytest.mark.parametrize("last", range(3))

@@ -140,19 +140,19 @@ def drained(save, **options):
     return write
 
 
-# Temporary names have only a part of it.
-MARK = 100 * "m"
+# Temporary names have only a part of the first; the second has no room for the rest.
+MARK, LONG = 100 * "m", 230 * "m"
 
 
 def plain(folder, value):
     os.mkdir(folder)
-    for name in ("a", "b", "c", MARK):
+    for name in ("a", "b", "c", MARK, LONG):
         with open(os.path.join(folder, name), "w") as file:
             file.write(f"{value}")
 
 
 def read_plain(folder):
-    (value,) = {(folder / name).read_text() for name in ("a", "b", "c", MARK)}
+    (value,) = {(folder / name).read_text() for name in ("a", "b", "c", MARK, LONG)}
     return int(value)
 
 
@@ -192,7 +192,10 @@ PAIRS = [
     (step, drained(step), [read_step]),
     (drained(step), step, [read_step]),
     (drained(step), drained(step), [read_step]),
-    (drained(plain, last=[MARK]), drained(plain, last=[MARK]), [read_plain]),
+    *(
+        (drained(plain, last=[mark]), drained(plain, last=[mark]), [read_plain])
+        for mark in (MARK, LONG)
+    ),
 ]
 
 
@@ -215,6 +218,7 @@ def test_neither_mixes(tmp_path, monkeypatch, first, second, readers, is_old):
     for errors in beside_each_call(monkeypatch, folder, before, *pair):
         saved = {value for value, error in zip((1, 2), errors, strict=True) if not error}
         assert saved
+        assert not any(isinstance(error, FileNotFoundError) for error in errors)
         values = {read(folder) for read in readers}
         assert values <= saved
         assert len(values) == 1
@@ -229,6 +233,31 @@ def test_of_drains_of_plain_files_one_fails_if_they_mix(tmp_path, monkeypatch):
     pair = (lambda: write(folder, 1)), (lambda: write(folder, 2))
     for errors in beside_each_call(monkeypatch, folder, lambda: None, *pair):
         assert len({(folder / name).read_text() for name in "abc"}) == 1 or any(errors)
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_who_has_lost_a_root_removes_no_step(tmp_path, monkeypatch, keep):
+    """The other one has the lock of the root still."""
+    folder, others = tmp_path / "root", []
+
+    def before():
+        step(folder, 1)
+
+    def remove():
+        with Checkpointer(folder, keep=keep) as checkpointer:
+            checkpointer.save(6, state_of(0))
+            if keep is None:
+                checkpointer.remove(5)
+
+    def save():
+        others.append(Checkpointer(folder))
+        others[-1].save(5, state_of(2))
+
+    for errors in beside_each_call(monkeypatch, folder, before, remove, save):
+        others.pop().close()
+        if errors[1] is None:
+            saved = Checkpointer(folder, verify="checksum").restore(step=5)
+            assert value_of(saved) == 2
 
 
 @pytest.mark.parametrize("collectives", [True, False])

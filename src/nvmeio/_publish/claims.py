@@ -17,6 +17,7 @@ from nvmeio._native.descriptor import TemporaryName
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import (
     ASIDE,
+    FILE_NAME_MAX,
     OwnerOf,
     final_name,
     give_back,
@@ -273,7 +274,7 @@ def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
     with contextlib.ExitStack() as stack:
         try:
             for path in paths:
-                left = TemporaryName(temporary_name(path, ASIDE))
+                left = TemporaryName(_name_aside(path))
                 names.append((path, stack.enter_context(left), left))
             aside = [(path, name) for path, name, _ in names if _set_aside(path, name)]
             check()
@@ -283,7 +284,10 @@ def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
                 left.keep()
             for path, temporary, _ in names:
                 try:
-                    give_back(temporary, path)
+                    give_back(_where_aside(path, temporary), path)
+                    if not is_aside(os.path.basename(temporary)):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.rmdir(temporary)
                 except OSError as error:
                     if error.errno is None:
                         # A signal handler raised it.
@@ -292,12 +296,26 @@ def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
             raise
         for path, temporary in aside:
             try:
-                os.unlink(temporary)
+                os.unlink(_where_aside(path, temporary))
             except OSError as error:
                 if error.errno == errno.ENOENT:
                     words = "another process has put it back while it was removed"
                     raise OSError(errno.ESTALE, words, path) from None
                 raise OSError(error.errno, error.strerror, path) from error
+
+
+def _name_aside(path: str) -> str:
+    """Return a temporary name for a file, or for its folder, if its own name is long."""
+    temporary = temporary_name(path, ASIDE)
+    if len(os.fsencode(os.path.basename(temporary))) > FILE_NAME_MAX:
+        return temporary_name(path)
+    return temporary
+
+
+def _where_aside(path: str, temporary: str) -> str:
+    if is_aside(os.path.basename(temporary)):
+        return temporary
+    return os.path.join(temporary, os.path.basename(path))
 
 
 def _set_aside(path: str, temporary: str) -> bool:
@@ -309,11 +327,13 @@ def _set_aside(path: str, temporary: str) -> bool:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try:
-            os.rename(path, temporary)
+            if (where := _where_aside(path, temporary)) != temporary:
+                os.mkdir(temporary)
+            os.rename(path, where)
             return True
         except OSError as error:
             # A new name takes space on a full btrfs.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             os.unlink(path)
     return False

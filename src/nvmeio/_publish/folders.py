@@ -18,7 +18,9 @@ from nvmeio._native.system_calls import exchange, rename_to_new
 from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import (
     ASIDE,
+    FILE_NAME_MAX,
     OwnerOf,
+    give_back,
     is_dead,
     is_left,
     is_of_living,
@@ -36,9 +38,6 @@ __all__ = [
     "set_aside",
     "sync_below",
 ]
-
-# The bytes of a name, NAME_MAX in limits.h.
-_FILE_NAME_MAX = 255
 
 
 def in_blocks(sizes: Collection[int], folder: str) -> int:
@@ -157,7 +156,7 @@ class Unfinished:
             if error.errno != errno.EOPNOTSUPP:
                 raise
         aside = temporary_name(target, ASIDE)
-        excess = len(os.fsencode(os.path.basename(aside))) - _FILE_NAME_MAX
+        excess = len(os.fsencode(os.path.basename(aside))) - FILE_NAME_MAX
         if excess > 0:
             words = "this file system cannot exchange two folders in one step, and the "
             words += f"name is {excess} bytes too long to set the old one aside"
@@ -220,27 +219,35 @@ def sync_below(folder: str) -> None:
 def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
     """Remove a folder, whose name disappears in one step.
 
-    It gets its name back if `check` raises an error for the temporary name.
+    It gets its name back if `check` raises an error for the temporary name, or from the
+    next writer.
 
     Where that cannot be, as in a lower layer of overlayfs, or on a full btrfs, where a new
     name takes space, its file `first` goes first.
     """
+    aside = temporary_name(folder, ASIDE)
     with TemporaryName(temporary_name(folder)) as left:
         try:
-            os.rename(folder, left)
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSPC, errno.EDQUOT):
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, first))
-            remove_tree(folder)
-        else:
             try:
-                check(left)
-            except BaseException:
-                os.rename(left, folder)
-                raise
+                os.rename(folder, aside)
+                is_aside = True
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.ENOSPC, errno.EDQUOT):
+                    raise
+                is_aside = False
+            check(aside if is_aside else folder)
+            if is_aside:
+                # From here on it is not given back.
+                os.rename(aside, left)
+        except BaseException:
+            give_back(aside, folder)
+            raise
+        if is_aside:
             discard(left)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, first))
+        remove_tree(folder)
 
 
 def discard(folder: str) -> None:
@@ -257,12 +264,13 @@ def put_back(
     """Give folders their names back that dead processes have set aside for new ones.
 
     `names` are those in the folder; return whether any looked like it.  With `named`, the
-    caller holds the lock that lets nobody else write such names: those of any host.
+    caller holds the lock that lets nobody else write such names: those of any host, and of
+    this one if they are dead.
     """
 
     def chosen(found: OwnerOf) -> bool:
-        unused = is_dead(found) if named is None else named(found["name"])
-        return found["kind"] == ASIDE and unused
+        mine = named is not None and named(found["name"]) and not is_of_living(found)
+        return found["kind"] == ASIDE and (is_dead(found) or mine)
 
     if not any(name.endswith(f".nvmeio-{ASIDE}") for name in names):
         return False

@@ -12,10 +12,12 @@ from nvmeio._files.descriptors import contents_of, opened
 from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
+from nvmeio._native.system_calls import rename_to_new
 
-__all__ = ["ASIDE", "OwnerOf", "final_name", "is_aside", "is_dead", "is_left"]
+__all__ = ["ASIDE", "FILE_NAME_MAX", "OwnerOf", "final_name", "is_aside", "is_dead"]
 __all__ += [
     "give_back",
+    "is_left",
     "is_of_living",
     "owner_of",
     "remove_left",
@@ -42,6 +44,9 @@ _NOBODYS_AGE_S = 86400
 _COPIED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 # For the name and the host; the whole name may have at most 255 bytes.
 _NAME_MAX = 80
+
+# The bytes of a name, NAME_MAX in limits.h.
+FILE_NAME_MAX = 255
 
 # The kind of a folder that has left its name for the new one, and may have to return.
 ASIDE = "old"
@@ -92,14 +97,23 @@ def replacement(target: str, check: Callable[[], None] = lambda: None) -> Iterat
         remedy = (
             "with atomic=False, write_file, save, torch.save and save_file write in place"
         )
-        rename(path, target, f"; {remedy}")
+        rename(path, target, f"; {remedy}", check)
         temporary.keep()
 
 
-def rename(path: str, target: str, remedy: str = "") -> None:
-    """Rename a file to what it replaces; say so if the file system cannot."""
-    with renaming(target, remedy):
-        os.replace(path, target)
+def rename(
+    path: str, target: str, remedy: str = "", check: Callable[[], None] = lambda: None
+) -> None:
+    """Rename a file to what it replaces; say so if the file system cannot.
+
+    If another has removed it, `check` raises why.
+    """
+    try:
+        with renaming(target, remedy):
+            os.replace(path, target)
+    except FileNotFoundError:
+        check()
+        raise
 
 
 @contextlib.contextmanager
@@ -203,8 +217,8 @@ def give_back(path: str, target: str) -> None:
             if error.errno in (None, errno.ENOENT):
                 raise
             # A folder, or any file where they have one name only.
-            if not exists(target):
-                os.rename(path, target)
+            with contextlib.suppress(FileExistsError):
+                rename_to_new(path, target)
         else:
             os.unlink(path)
 

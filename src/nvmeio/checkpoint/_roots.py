@@ -378,6 +378,7 @@ class StepFolder(Unfinished):
         try:
             # Another program may have written there before the folders were exchanged.
             require_ours(target, path)
+            self._writing.require()
         except BaseException:
             super()._replace(path, target)
             raise
@@ -437,9 +438,12 @@ class Root:
         if not any(map(STEP.fullmatch, aside)):
             return
         lock = FolderLock(self.where, _LOCK, *_LOCK_OF)
-        # Another process writes, or this one; or this user may not.
+        # Another process writes, or this user may not.
         with contextlib.suppress(OSError):
-            lock.take()
+            if self.lock.descriptor < 0:
+                lock.take()
+            else:
+                self.lock.require()
             try:
                 put_back(self.where, names, _is_name_of_ours)
             finally:
@@ -479,7 +483,9 @@ class Root:
             elif self.named() is not None or _is_empty(path):
                 # Another user's too, who has saved to this folder before.
                 text = b"step-%d\n" % step
-                replace_file(text, path, sync=False, read_only=True)
+                replace_file(
+                    text, path, sync=False, read_only=True, check=self.lock.require
+                )
         except OSError as error:
             # Not by a warning, which may be an error, because the steps are changed.
             log.warning("the newest step was not named in %s: %s", path, error)
@@ -690,6 +696,8 @@ class Root:
                 def check(left: str) -> None:
                     # Another program may have written there meanwhile.
                     require_ours(folder, left, doing="removed")
+                    # Or another host, to which the server of NFS has given the lock.
+                    self.lock.require()
                     # NFS and FUSE leave a file that is open in its folder, by another
                     # name.  No reader finds the step any more.
                     lock.close()
@@ -697,6 +705,7 @@ class Root:
                 try:
                     set_aside(folder, MANIFEST, check)
                 except FileNotFoundError:
+                    self.lock.require()
                     if exists_now(folder):
                         raise
                     raise GoneError from None

@@ -322,6 +322,8 @@ thread_count_consolidation
         names = [_whole(part) for part in parts]
         if len({*names}) < len(parts):
             raise RuntimeError(f"several ranks wrote a file of the same name: {parts}")
+        # First, because another save may have removed them, or written the index.
+        self._check()
         missing = [part for part in parts if not exists(os.path.join(folder, part))]
         if missing:
             raise FileNotFoundError(
@@ -330,9 +332,7 @@ thread_count_consolidation
                 "folder, and only one save may go on there",
                 os.path.join(folder, missing[0]),
             )
-        # First, because another save may have written the index.
-        self._check()
-        # And others, which have no claim, may have saved here meanwhile.
+        # Others, which have no claim, may have saved here meanwhile.
         saved = {*metadata.state_dict_metadata}
         self._check_folder(folder, saved, indexed=places is not None)
         with replacing_model(
@@ -347,7 +347,8 @@ thread_count_consolidation
             begin()
             for part, name in zip(parts, names, strict=True):
                 self._check()
-                rename(os.path.join(folder, part), os.path.join(folder, name))
+                source, target = os.path.join(folder, part), os.path.join(folder, name)
+                rename(source, target, check=self._check)
             if self.sync_files:
                 sync_folder(folder)
         remove_parts(folder, self._own_prefix(), self._own_claims())
