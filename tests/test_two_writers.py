@@ -4,6 +4,7 @@ A call is one that gives a file its name, or takes it away.  Where the first has
 file, the server of NFS has given its locks away meanwhile, as after a partition.
 """
 
+import errno
 import fcntl
 import itertools
 import os
@@ -16,7 +17,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, drain
+from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
 from nvmeio.safetensors import load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     FileSystemReader,
@@ -222,6 +223,36 @@ def test_neither_mixes(tmp_path, monkeypatch, first, second, readers, is_old):
         values = {read(folder) for read in readers}
         assert values <= saved
         assert len(values) == 1
+
+
+@pytest.mark.parametrize(
+    ("save", "readers"),
+    [(shards, OF_MODELS), (file_system, OF_CHECKPOINTS), (step, [read_step])],
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_drain_replaces_nothing_if_others_were_not_kept_away(
+    tmp_path, monkeypatch, save, readers, code
+):
+    """The drive was full when it began, and is not any more; what is there may be all."""
+    folder, write = tmp_path / "target", drained(save)
+    write(folder, 2)
+
+    def files():
+        found = {path.name: path.stat() for path in folder.iterdir()}
+        return {name: (each.st_ino, each.st_mtime_ns) for name, each in found.items()}
+
+    before = files()
+
+    def full(target, mode):
+        raise OSError(code, os.strerror(code), target)
+
+    monkeypatch.setattr(_places, "Claim", full)
+    write(folder, 2)
+    with pytest.raises(OSError, match="others were not kept away") as caught:
+        write(folder, 1)
+    assert caught.value.errno == code
+    assert files() == before
+    assert {read(folder) for read in readers} == {2}
 
 
 def test_of_drains_of_plain_files_one_fails_if_they_mix(tmp_path, monkeypatch):

@@ -73,6 +73,8 @@ _FINAL = (
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
 )
+# Errors where no file can be made.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (METADATA, "__*.metadata", MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
@@ -261,6 +263,8 @@ class Drain:
         # What keeps other writers away, and what raises if one has begun, by marking file.
         self._holding = contextlib.ExitStack()
         self._require_held: dict[str, Callable[[], None]] = {}
+        # Why they could not be kept away.  Nothing is replaced then, but all may be there.
+        self._not_held: dict[str, OSError] = {}
         self._held_in: dict[str, list[str]] = defaultdict(list)
         # The files of the copy, as they were before they got their names or were compared.
         self._committed: dict[str, os.stat_result] = {}
@@ -360,11 +364,17 @@ class Drain:
         if name in self.sizes:
             mode = os.stat(os.path.join(self.source, name)).st_mode
         holding = self.place.holding(name, mode, self._pause)
-        require_held = self._holding.enter_context(holding)
+        require_held = None
+        try:
+            require_held = self._holding.enter_context(holding)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._not_held[name] = error
         if require_held is not None:
             self._require_held[name] = require_held
-            if not is_of_rank:
-                self._held_in[os.path.dirname(name)].append(name)
+        if not is_of_rank:
+            self._held_in[os.path.dirname(name)].append(name)
         if is_of_rank:
             self._refuse_all_ranks(of_all)
 
@@ -519,11 +529,11 @@ class Drain:
             size = self.sizes[name]
             if _state_of(before) != self._states[name]:
                 raise CheckpointError(f"{path} has changed while it was copied")
-            self._require_right(name)
             there, status = self.place.size(name), self.place.status(name)
             if there == size and self._is_there(name, file, size):
                 self._note(name, status)
                 return
+            self._require_right(name)
             marks = [] if there is None else self._marks_of(name)
 
             def replace(at: str) -> None:
@@ -585,6 +595,9 @@ class Drain:
         """
         marks = {mark for folder in above(name) for mark in self._held_in.get(folder, ())}
         for mark in marks.union([name], _default_marks(name)):
+            if (error := self._not_held.get(mark)) is not None:
+                words = f"{error.strerror}, so others were not kept away from the beginning"
+                raise OSError(error.errno, words)
             if (require_held := self._require_held.get(mark)) is not None:
                 require_held()
 

@@ -252,26 +252,19 @@ class Folder:
                 check()
 
         with contextlib.ExitStack() as stack:
-            try:
-                # Nobody else writes to an unfinished folder.  In one that is not writable,
-                # nothing can be replaced: it may have all.
+            # Nobody else writes to an unfinished folder.
+            if self._path == self.root:
                 folder, base = os.path.split(self.path(name))
-                is_shared = self._path == self.root
-                if is_shared and os.access(folder, os.W_OK, effective_ids=True):
-                    turn = alone_in(folder, base.removesuffix(INDEX_NAME), pause=pause)
-                    if base == INDEX_NAME:
-                        checks.append(stack.enter_context(turn))
-                    # Ranks may copy at the same time.
-                    is_of_rank = INDEX_OF_RANK.fullmatch(base)
-                    with turn if is_of_rank else contextlib.nullcontext():
-                        claim = self._claim(name, mode)
-                    stack.callback(claim.remove)
-                    stack.callback(self._claims.pop, name, None)
-                    checks.append(claim.check)
-            except OSError as error:
-                # As in a folder that is read-only.
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+                turn = alone_in(folder, base.removesuffix(INDEX_NAME), pause=pause)
+                if base == INDEX_NAME:
+                    checks.append(stack.enter_context(turn))
+                # Ranks may copy at the same time.
+                is_of_rank = INDEX_OF_RANK.fullmatch(base)
+                with turn if is_of_rank else contextlib.nullcontext():
+                    claim = self._claim(name, mode)
+                stack.callback(claim.remove)
+                stack.callback(self._claims.pop, name, None)
+                checks.append(claim.check)
             yield require_held if checks else None
 
     def _claim(self, name: str, mode: int) -> Claim:
