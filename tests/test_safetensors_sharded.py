@@ -809,7 +809,7 @@ def test_a_save_of_parts_that_began_before_a_drain_fails(tmp_path, monkeypatch):
             super().finish(**results)
 
     writer = Late(target, fqn_to_index_mapping={"a": 1, "b": 2})
-    with pytest.raises(CheckpointException, match="only one save may go on there"):
+    with pytest.raises(CheckpointException, match="another save to this folder has begun"):
         checkpoint.save(other, storage_writer=writer, no_dist=True)
     assert bits(load_sharded(target)) == bits(new)
 
