@@ -24,6 +24,7 @@ from nvmeio.torch.dcp import (
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    _writing,
 )
 
 CALLS = ("replace", "rename", "unlink", "link")
@@ -289,6 +290,50 @@ def test_who_has_lost_a_root_removes_no_step(tmp_path, monkeypatch, keep):
         if errors[1] is None:
             saved = Checkpointer(folder, verify="checksum").restore(step=5)
             assert value_of(saved) == 2
+
+
+def test_who_had_lost_a_root_meanwhile_prunes_no_step(tmp_path, monkeypatch):
+    """The other one has gone back to a step, and has ended."""
+    folder = tmp_path / "root"
+
+    def before():
+        step(folder, 1)
+
+    def save():
+        with Checkpointer(folder, keep=1) as checkpointer:
+            checkpointer.save(6, state_of(0))
+
+    def go_back():
+        with Checkpointer(folder) as checkpointer:
+            if 6 in checkpointer.steps():
+                checkpointer.remove(6)
+            checkpointer.save(5, state_of(2))
+
+    for errors in beside_each_call(monkeypatch, folder, before, save, go_back):
+        assert errors[1] is None
+        assert read_step(folder) in ({0, 2} - {0 if errors[0] else None})
+
+
+def test_a_save_removes_nothing_after_a_drain_where_times_are_in_whole_seconds(
+    tmp_path, monkeypatch
+):
+    source, folder = tmp_path / "source", tmp_path / "target"
+    file_system(source, 1)
+    drain(source, folder).result()
+    remove_if = _writing.remove_if
+
+    def held(check, paths):
+        published = (folder / ".metadata").stat()
+        if not list(folder.glob(".*-tmp")):
+            drain(source, folder).result()
+            assert (folder / ".metadata").stat().st_size == published.st_size
+            times = published.st_atime_ns, published.st_mtime_ns
+            os.utime(folder / ".metadata", ns=times)
+        remove_if(check, paths)
+
+    monkeypatch.setattr(_writing, "remove_if", held)
+    file_system(folder, 2)
+    assert read_with(FileSystemReader)(folder) == 1
 
 
 @pytest.mark.parametrize("collectives", [True, False])

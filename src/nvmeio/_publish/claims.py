@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from nvmeio._events.log import log
-from nvmeio._files.descriptors import Descriptor, ask_anew, opened
+from nvmeio._files.descriptors import Descriptor, ask_anew, open_regular, opened
 from nvmeio._files.folders import sync_folder
 from nvmeio._files.kinds import INDEX_NAME, INDEX_OF_RANK, METADATA, OF_RANK
 from nvmeio._files.paths import exists, exists_now, naming, remove_now
@@ -54,7 +54,8 @@ class Claim:
         self.target = target
         self.path = temporary_name(os.path.join(folder, self._name))
         self.is_published = self._is_filled = False
-        self._published: os.stat_result | None = None
+        # What this has published, which no other has: it names the files of this save.
+        self._text = b""
 
         def is_claim(found: OwnerOf) -> bool:
             return found["kind"] != ASIDE and _exclude(found["name"], self._name)
@@ -165,15 +166,13 @@ class Claim:
                 raise self._lost()
 
     def _is_there(self) -> bool:
-        """Return whether what this has published is still there."""
-        ours = self._published
-        with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(self.target)
-            # Some FUSE file systems give a file another number each time.
-            return ours is not None and (
-                os.path.samestat(found, ours)
-                or (found.st_size, found.st_mtime_ns) == (ours.st_size, ours.st_mtime_ns)
-            )
+        """Return whether what this has published is still there.
+
+        Number and times do not tell: FUSE changes them, and another may have the same.
+        """
+        with contextlib.suppress(FileNotFoundError), open_regular(self.target) as file:
+            found: bytes = file.read(len(self._text) + 1)
+            return found == self._text
         return False
 
     def opened(self) -> Descriptor:
@@ -197,7 +196,6 @@ class Claim:
     def commit(self) -> None:
         """Let its file, which the caller has filled, replace the target."""
         try:
-            self._published = os.lstat(self.path)
             rename(self.path, self.target)
         except FileNotFoundError:
             raise self._lost() from None
@@ -217,6 +215,7 @@ class Claim:
                     made.check_written()
         except FileNotFoundError:
             raise self._lost() from None
+        self._text = text
         self.commit()
         if sync:
             with naming(self.target):
