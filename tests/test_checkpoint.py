@@ -661,6 +661,8 @@ class TestARemovedLock:
                     call()
             assert second.steps() == [1, 2]
             second.close()
+            # It is opened anew.
+            monkeypatch.setattr(os, "pread", pread)
             first.save(3, state_of(3))
             fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
             with open(tmp_path / ".nvmeio-lock") as other:

@@ -86,6 +86,8 @@ class WriterLock(_Lock):
         self.owner, self.doing = owner, doing
         # Whether another had it, who died or whose lock the server of NFS has given away.
         self.was_held = False
+        # What the file says as long as nobody else has had the lock.
+        self._text = ""
         # Of two threads, the second would find the lock of the first.
         self._taking, self._taker = threading.Lock(), os.getpid()
 
@@ -102,8 +104,9 @@ class WriterLock(_Lock):
 
     def _take(self) -> bool:
         if self.has_name:
-            self._hold()
-            return False
+            if self._hold():
+                return False
+            self.close()
         # If it was held, its directory was removed, and may have been created anew.
         with _naming_with_owner(self.path):
             made = self._open()
@@ -114,6 +117,7 @@ class WriterLock(_Lock):
                     raise FileExistsError(errno.EEXIST, words)
                 _hide_from_readers(made.number)
                 self.was_held = _lock(made.number, self.doing)
+                self._text = _holder_in(made.number)
             except BaseException:
                 made.close()
                 raise
@@ -152,24 +156,30 @@ class WriterLock(_Lock):
         return found is not None and found.st_nlink > 0
 
     def require(self) -> None:
-        """Raise BlockingIOError if the lock's file was removed since it was taken."""
+        """Raise BlockingIOError if another may have had the lock since it was taken."""
         if not self.has_name:
             raise self.lost()
-        self._hold()
+        if not self._hold():
+            unlock(self._opened, self._process)
+            holder = _holder_in(self.descriptor) or "unknown"
+            words = f"another has had this lock meanwhile: {holder}"
+            raise BlockingIOError(errno.EAGAIN, words, self.path)
 
     def lost(self) -> BlockingIOError:
         """Return the error of a lock whose file was removed."""
         words = "this file of the lock was removed, so another may write here"
         return BlockingIOError(errno.EAGAIN, words, self.path)
 
-    def _hold(self) -> None:
+    def _hold(self) -> bool:
         """Lock the file again, or raise BlockingIOError if another has it now.
 
         The server of NFS forgets the locks of a host that it has not heard of for a while.
+        Return whether nobody else has had it since then.
         """
         # A mount of SMB refuses a second lock also to the file that has the first.
         with contextlib.suppress(PermissionError), _naming_with_owner(self.path):
             _flock(self.descriptor, self.doing)
+        return _holder_in(self.descriptor) == self._text
 
     def release(self) -> None:
         """Release the lock."""
@@ -211,12 +221,14 @@ def _flock(descriptor: int, doing: str) -> None:
 def _holder_in(descriptor: int) -> str:
     """Return what a lock's file says of its holder, if it can be read."""
     text = b""
-    with best_effort():
-        text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0)
+    # Opened anew: what another host has written is seen then, and Linux fails reads of an
+    # open file whose lock NFS has given to another.
+    with best_effort(), opened(f"/proc/self/fd/{descriptor}", os.O_RDONLY) as anew:
+        text = os.pread(anew, _HOLDER_BYTES_MAX, 0)
     if not text:
-        # Linux fails reads of an open file whose lock NFS has given to another.
-        with best_effort(), opened(f"/proc/self/fd/{descriptor}", os.O_RDONLY) as anew:
-            text = os.pread(anew, _HOLDER_BYTES_MAX, 0)
+        # Without /proc; and a mount of SMB refuses others what is locked.
+        with best_effort():
+            text = os.pread(descriptor, _HOLDER_BYTES_MAX, 0)
     return text.decode(errors="replace").strip()
 
 
@@ -236,8 +248,10 @@ def _lock(descriptor: int, doing: str) -> bool:
 
 def holder_text() -> bytes:
     """Return what the file of a lock says of this process, which holds it."""
-    since = time.strftime(f"{_SINCE.decode()}%Y-%m-%d %H:%M:%S")
-    return f"{_process_text()}{since}\n".encode()
+    now = time.time_ns() // 1000
+    words = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now // 10**6))
+    # So precise that this process does not write the same again.
+    return f"{_process_text()}{_SINCE.decode()}{words}.{now % 10**6:06}\n".encode()
 
 
 def maker_text() -> bytes:
