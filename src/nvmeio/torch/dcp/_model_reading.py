@@ -62,6 +62,12 @@ def stored_of(file: ModelFile, tensor: Any) -> Located:
     return Located(file.offset(tensor.begin), framework.dtype(tensor.dtype), tuple(shape))
 
 
+_GOES_ON = (
+    "one of which goes on, or did not finish: load again when no save goes on; if that "
+    "fails, save again, or remove the files of one"
+)
+
+
 @dataclass
 class _Info(_hf_utils._HFStorageInfo):  # type: ignore[misc]
     """Torch's record of where a part of a tensor is, with its offset in the file."""
@@ -124,7 +130,7 @@ class Files:
                 if other is not None:
                     raise SafetensorError(
                         f"{tensor.name!r} is in {other.relative_path} and in {path}: these "
-                        "files are from two saves; remove those of one"
+                        f"files are from two saves, {_GOES_ON}"
                     )
                 self.storage[index] = info
                 _add_part(self.tensors, tensor.name, stored, offsets)
@@ -155,8 +161,7 @@ class Files:
         for files in (*paths, [each[0] for each in paths[1:] if each]):
             if len(files) > 1:
                 raise SafetensorError(
-                    f"{files[0]} and {files[1]} are from two saves, one of which did not "
-                    "finish; save again, or remove the files of one"
+                    f"{files[0]} and {files[1]} are from two saves, {_GOES_ON}"
                 )
         _refuse_gaps(self.tensors, self._sizes, self.folder)
 
