@@ -17,8 +17,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nvmeio._safetensors import replacing
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
-from nvmeio.safetensors import load_sharded, save_sharded
+from nvmeio.safetensors import _sharded, load_sharded, save_sharded
 from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
@@ -312,6 +313,39 @@ def test_who_had_lost_a_root_meanwhile_prunes_no_step(tmp_path, monkeypatch):
     for errors in beside_each_call(monkeypatch, folder, before, save, go_back):
         assert errors[1] is None
         assert read_step(folder) in ({0, 2} - {0 if errors[0] else None})
+
+
+def test_a_save_that_names_no_file_leaves_the_index_of_another(tmp_path, monkeypatch):
+    """This host remembers what the files were like before the other one saved."""
+    alone, stat, link, remembered = _sharded.alone_in, os.stat, os.link, {}
+    shards(tmp_path, 0)
+
+    def late(folder):
+        for path in tmp_path.glob("model-*"):
+            remembered[str(path)] = stat(path)
+        monkeypatch.setattr(_sharded, "alone_in", alone)
+        hugging_face(tmp_path, 2)
+        monkeypatch.setattr(os, "stat", remembering)
+        monkeypatch.setattr(os, "link", full)
+        return alone(folder)
+
+    def full(source, target, **options):
+        if "model-0" in target:
+            remembered.clear()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+        link(source, target, **options)
+
+    def remembering(path, **options):
+        return remembered.get(path) or stat(path, **options)
+
+    def asking(path):
+        remembered.pop(path, None)
+
+    monkeypatch.setattr(_sharded, "alone_in", late)
+    monkeypatch.setattr(replacing, "ask_anew", asking)
+    with pytest.raises(OSError, match="No space"):
+        shards(tmp_path, 1)
+    assert [read(tmp_path) for read in OF_MODELS] == [2, 2]
 
 
 def test_a_save_removes_nothing_after_a_drain_where_times_are_in_whole_seconds(

@@ -259,10 +259,7 @@ def require_whole(folder: str) -> None:
 
 def _version(path: str) -> tuple[int, int] | None:
     """Return what tells a file from others; some mounts change its number."""
-    # NFS remembers for seconds which file has a name, and what it is like.
-    for each in (os.path.dirname(path) or ".", path):
-        ask_anew(each)
-    # And FUSE that there was none.
+    # FUSE remembers that there was none.
     exists_now(path)
     (found,) = _identities([path])
     return None if found is None else (found[2], found[3])
@@ -274,7 +271,11 @@ def _identities(paths: list[str]) -> list[tuple[int, ...] | None]:
     A link leads to a file that is replaced, and stays.
     """
     found: list[tuple[int, ...] | None] = []
+    # NFS remembers for seconds which file has a name, and what it is like.
+    for folder in {os.path.dirname(path) or "." for path in paths}:
+        ask_anew(folder)
     for path in paths:
+        ask_anew(path)
         try:
             now = os.stat(path)
         except OSError:
