@@ -306,6 +306,22 @@ class TestCleanup:
             cleanup(tmp_path)
         assert [name[:5] for name in os.listdir(tmp_path)] == [".b.c."]
 
+    def test_a_folder_that_is_half_removed_has_left_the_name_that_its_maker_knows(
+        self, tmp_path, monkeypatch
+    ):
+        """Its maker may only have been cut off, and would publish that half."""
+        self.killed(tmp_path / "a")
+        (name,) = os.listdir(tmp_path)
+
+        def killed(path):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(_names, "remove_tree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cleanup(tmp_path)
+        (left,) = os.listdir(tmp_path)
+        assert left != name
+
     @pytest.mark.parametrize("seen", [True, False])
     def test_the_folder_of_a_living_process_stays(self, tmp_path, monkeypatch, seen):
         with atomic_directory(tmp_path / "a") as folder:

@@ -249,7 +249,23 @@ def _remove(path: str, found: OwnerOf | None, *, locked: bool) -> bool:
                 give_back(path, target)
                 return False
         if stat.S_ISDIR(mode):
-            remove_tree(path)
+            _remove_folder(path, found["name"] if found else "")
         else:
             os.unlink(path)
     return True
+
+
+def _remove_folder(path: str, name: str) -> None:
+    """Remove a folder, whose name goes first: who has made it may still be about to use it.
+
+    It would get half of it if this process died meanwhile.
+    """
+    gone = temporary_name(os.path.join(os.path.dirname(path), name))
+    try:
+        os.rename(path, gone)
+    except OSError as error:
+        # A new name takes space on a full btrfs.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        gone = path
+    remove_tree(gone)
