@@ -166,9 +166,10 @@ def drain(
     is not; of the default, and of several for one pattern, only those in its folder or
     above it.  So are those of the default that `source` lacks, if they mark the file.  The
     index of a model, ``model.safetensors.index.json``, is not removed, but says that files
-    are being replaced, until it is copied, for readers that need none.  A drain that fails
-    before it replaces a file leaves an older copy complete.  One that fails at one of the
-    `last` files leaves those before it, because what they mark is complete.
+    are being replaced, until it is copied, for readers that need none.  In a folder they
+    go when the first new file is complete: a drain that fails earlier, as for want of
+    space, leaves an older copy complete.  One that fails at one of the `last` files leaves
+    those before it, because what they mark is complete.
 
     New folders and files of a mounted file system give their group and others no right
     that the mode of their source does not give.  Their owner may read and write.
