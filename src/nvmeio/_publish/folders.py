@@ -225,8 +225,8 @@ def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
     Where that cannot be, as in a lower layer of overlayfs, or on a full btrfs, where a new
     name takes space, its file `first` goes first.
     """
-    aside = temporary_name(folder, ASIDE)
-    with TemporaryName(temporary_name(folder)) as left:
+    name = TemporaryName(temporary_name(folder, ASIDE))
+    with name as aside, TemporaryName(temporary_name(folder)) as left:
         try:
             try:
                 os.rename(folder, aside)
@@ -240,6 +240,7 @@ def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
                 # From here on it is not given back.
                 os.rename(aside, left)
         except BaseException:
+            name.keep()
             give_back(aside, folder)
             raise
         if is_aside:

@@ -74,7 +74,7 @@ _FINAL = (
     errno.ENAMETOOLONG,
 )
 # Errors where no file can be made.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 # The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (METADATA, "__*.metadata", MANIFEST, "*.index.json", "*.index.*.json")
 # What they mark.  The target may have one that the source lacks, where a save was killed.
