@@ -1490,6 +1490,25 @@ class TestLocks:
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 
+    def test_no_other_thread_gives_a_step_back_that_is_being_removed(
+        self, root, monkeypatch
+    ):
+        """As one that copies steps, which takes the lock of the folder again."""
+        rename, taken = os.rename, []
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, 1)
+
+            def take_after(source, target):
+                rename(source, target)
+                if str(target).endswith(".nvmeio-old"):
+                    taken.append(target)
+                    checkpointer._steps.root.take()
+
+            monkeypatch.setattr(os, "rename", take_after)
+            checkpointer.remove(1)
+            assert taken
+            assert checkpointer.steps() == []
+
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
     @pytest.mark.parametrize("where", ["root", "drain_to"])
     def test_another_users_lock_is_taken_in_a_sticky_folder(self, root, monkeypatch, where):

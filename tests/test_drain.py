@@ -676,6 +676,9 @@ def test_steps_of_a_lower_layer_are_pruned_and_removed(tmp_path):
     with Checkpointer(lower / "run") as saver:
         for step in (1, 2, 3):
             saver.save(step, state_of(step))
+    left = lower / "run/.step-9.another-77-1234-0a0b0c0d.nvmeio-tmp"
+    left.mkdir()
+    (left / "tensors.safetensors").touch()
     with overlay(lower, tmp_path) as merged:
         far = tmp_path / "far"
         with Checkpointer(merged / "run", keep=3, drain_to=far) as saver:
@@ -690,6 +693,7 @@ def test_steps_of_a_lower_layer_are_pruned_and_removed(tmp_path):
             saver.remove(2)
             assert saver.steps() == [3, 4]
         assert sorted(os.listdir(merged / "run"))[-2:] == ["step-3", "step-4"]
+        assert not (merged / "run" / left.name).exists()
 
 
 def test_a_name_that_was_cut_short_in_a_store_is_written_again(tmp_path):

@@ -231,7 +231,7 @@ def test_neither_mixes(tmp_path, monkeypatch, first, second, readers, is_old):
     ("save", "readers"),
     [(shards, OF_MODELS), (file_system, OF_CHECKPOINTS), (step, [read_step])],
 )
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EPERM])
 def test_a_drain_replaces_nothing_if_others_were_not_kept_away(
     tmp_path, monkeypatch, save, readers, code
 ):

@@ -18,6 +18,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import (
     ASIDE,
     FILE_NAME_MAX,
+    KEEPS_NAME,
     OwnerOf,
     final_name,
     give_back,
@@ -331,8 +332,7 @@ def _set_aside(path: str, temporary: str) -> bool:
             os.rename(path, where)
             return True
         except OSError as error:
-            # A new name takes space on a full btrfs.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in KEEPS_NAME:
                 raise
             os.unlink(path)
     return False

@@ -19,6 +19,7 @@ from nvmeio._publish.attributes import become_like
 from nvmeio._publish.names import (
     ASIDE,
     FILE_NAME_MAX,
+    KEEPS_NAME,
     OwnerOf,
     give_back,
     is_dead,
@@ -222,8 +223,7 @@ def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
     It gets its name back if `check` raises an error for the temporary name, or from the
     next writer.
 
-    Where that cannot be, as in a lower layer of overlayfs, or on a full btrfs, where a new
-    name takes space, its file `first` goes first.
+    Where that cannot be (``KEEPS_NAME``), its file `first` goes first.
     """
     name = TemporaryName(temporary_name(folder, ASIDE))
     with name as aside, TemporaryName(temporary_name(folder)) as left:
@@ -232,7 +232,7 @@ def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
                 os.rename(folder, aside)
                 is_aside = True
             except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in KEEPS_NAME:
                     raise
                 is_aside = False
             check(aside if is_aside else folder)

@@ -14,9 +14,11 @@ from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
 from nvmeio._native.system_calls import rename_to_new
 
-__all__ = ["ASIDE", "FILE_NAME_MAX", "OwnerOf", "final_name", "is_aside", "is_dead"]
+__all__ = ["ASIDE", "FILE_NAME_MAX", "KEEPS_NAME", "OwnerOf", "is_aside"]
 __all__ += [
+    "final_name",
     "give_back",
+    "is_dead",
     "is_left",
     "is_of_living",
     "owner_of",
@@ -47,6 +49,10 @@ _NAME_MAX = 80
 
 # The bytes of a name, NAME_MAX in limits.h.
 FILE_NAME_MAX = 255
+
+# Errors of renaming what can be removed nevertheless: a folder in a lower layer of
+# overlayfs, and anything on a full btrfs, where a new name takes space.
+KEEPS_NAME = (errno.EXDEV, errno.ENOSPC, errno.EDQUOT)
 
 # The kind of a folder that has left its name for the new one, and may have to return.
 ASIDE = "old"
@@ -264,8 +270,7 @@ def _remove_folder(path: str, name: str) -> None:
     try:
         os.rename(path, gone)
     except OSError as error:
-        # A new name takes space on a full btrfs.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in KEEPS_NAME:
             raise
         gone = path
     remove_tree(gone)
