@@ -31,7 +31,7 @@ from children import Child, as_nobody, need_strace, run_child, skip_sanitized
 from helpers import plugged
 from mounts import SIZES_MIN, Filler
 from nvmeio._files import locks, paths
-from nvmeio._publish import folders
+from nvmeio._publish import folders, names
 from nvmeio._publish.folders import Unfinished
 from nvmeio._publish.names import _host, temporary_name
 from nvmeio._streams import reading
@@ -1490,10 +1490,12 @@ class TestLocks:
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 
-    def test_no_other_thread_gives_a_step_back_that_is_being_removed(
-        self, root, monkeypatch
-    ):
-        """As one that copies steps, which takes the lock of the folder again."""
+    @pytest.mark.parametrize("other", ["a thread", "a container"])
+    def test_nobody_gives_a_step_back_that_is_being_removed(self, root, monkeypatch, other):
+        """As a thread that copies steps, which takes the lock of the folder again.
+
+        Or a reader in another container, where this process is unknown.
+        """
         rename, taken = os.rename, []
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, 1)
@@ -1502,7 +1504,12 @@ class TestLocks:
                 rename(source, target)
                 if str(target).endswith(".nvmeio-old"):
                     taken.append(target)
-                    checkpointer._steps.root.take()
+                    if other == "a thread":
+                        checkpointer._steps.root.take()
+                        return
+                    with monkeypatch.context() as patch:
+                        patch.setattr(names, "_start_of", lambda process: -1)
+                        assert Checkpointer(root).steps() == []
 
             monkeypatch.setattr(os, "rename", take_after)
             checkpointer.remove(1)

@@ -278,8 +278,9 @@ def test_who_has_lost_a_root_removes_no_step(tmp_path, monkeypatch, keep):
 
     def remove():
         with Checkpointer(folder, keep=keep) as checkpointer:
-            checkpointer.save(6, state_of(0))
-            if keep is None:
+            if keep:
+                checkpointer.save(6, state_of(0))
+            else:
                 checkpointer.remove(5)
 
     def save():
@@ -288,9 +289,11 @@ def test_who_has_lost_a_root_removes_no_step(tmp_path, monkeypatch, keep):
 
     for errors in beside_each_call(monkeypatch, folder, before, remove, save):
         others.pop().close()
+        assert errors[0] is None or isinstance(errors[0], BlockingIOError)
         if errors[1] is None:
             saved = Checkpointer(folder, verify="checksum").restore(step=5)
             assert value_of(saved) == 2
+            assert (folder / ".nvmeio-latest").exists()
 
 
 def test_who_had_lost_a_root_meanwhile_prunes_no_step(tmp_path, monkeypatch):

@@ -225,30 +225,39 @@ def set_aside(folder: str, first: str, check: Callable[[str], None]) -> None:
 
     Where that cannot be (``KEEPS_NAME``), its file `first` goes first.
     """
-    name = TemporaryName(temporary_name(folder, ASIDE))
-    with name as aside, TemporaryName(temporary_name(folder)) as left:
-        try:
-            try:
-                os.rename(folder, aside)
-                is_aside = True
-            except OSError as error:
-                if error.errno not in KEEPS_NAME:
-                    raise
-                is_aside = False
-            check(aside if is_aside else folder)
-            if is_aside:
-                # From here on it is not given back.
-                os.rename(aside, left)
-        except BaseException:
-            name.keep()
-            give_back(aside, folder)
-            raise
-        if is_aside:
+    with TemporaryName(temporary_name(folder)) as left:
+        if _took_name(folder, left, check):
             discard(left)
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, first))
         remove_tree(folder)
+
+
+def _took_name(folder: str, left: str, check: Callable[[str], None]) -> bool:
+    """Rename a folder to `left`, unless `check` raises; return whether it could be."""
+    name = TemporaryName(temporary_name(folder, ASIDE))
+    with opened(folder, FOLDER) as number, name as aside:
+        # It shows that this is alive where our process ID means nothing, as in another
+        # container.
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            try:
+                os.rename(folder, aside)
+            except OSError as error:
+                if error.errno not in KEEPS_NAME:
+                    raise
+                check(folder)
+                return False
+            check(aside)
+            # From here on it is not given back.
+            os.rename(aside, left)
+        except BaseException:
+            name.keep()
+            give_back(aside, folder)
+            raise
+    return True
 
 
 def discard(folder: str) -> None:

@@ -226,7 +226,9 @@ def give_back(path: str, target: str) -> None:
             with contextlib.suppress(FileExistsError):
                 rename_to_new(path, target)
         else:
-            os.unlink(path)
+            # A folder stays for the next writer, beside another that has its name.
+            with contextlib.suppress(IsADirectoryError):
+                os.unlink(path)
 
 
 def _is_nobodys(entry: "os.DirEntry[str]") -> bool:

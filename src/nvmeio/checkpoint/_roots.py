@@ -20,6 +20,7 @@ from nvmeio._files.paths import (
     is_strangers,
     naming,
 )
+from nvmeio._publish.claims import remove_if
 from nvmeio._publish.files import replace_file
 from nvmeio._publish.folders import Unfinished, put_back, remove_unfinished, set_aside
 from nvmeio._publish.locks import FolderLock
@@ -188,10 +189,14 @@ def prune(place: StepPlace, kept: Kept, saved: int | None) -> list[int]:
                 removed.append(step)
         except FileExistsError as error:
             log.warning("step %d is not pruned: %s", step, error)
-        except (BlockingIOError, GoneError):
-            # It is being read, or another process has removed it.
+        except GoneError:
+            # Another process has removed it.
             continue
         except OSError as error:
+            is_lost_lock = os.path.basename(error.filename or "") == _LOCK
+            if isinstance(error, BlockingIOError) and not is_lost_lock:
+                # It is being read.
+                continue
             # The others can be removed nevertheless.
             failed = failed or error
     if failed is not None:
@@ -367,6 +372,12 @@ class StepFolder(Unfinished):
         super().__init__(target, replace=True, sizes=sizes)
         self._writing = lock
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if isinstance(error[1], OSError) and error[1].errno in (errno.ENOENT, errno.ESTALE):
+            # Who has got the lock of its root meanwhile has removed it.
+            self._writing.require()
+
     def commit(self, *, sync: bool) -> None:
         """Give the folder its final name, if its root is still locked."""
         require_ours(self.target)
@@ -478,8 +489,7 @@ class Root:
         path = os.path.join(self.where, LATEST)
         try:
             if step is None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                remove_if(self.lock.require, [path])
             elif self.named() is not None or _is_empty(path):
                 # Another user's too, who has saved to this folder before.
                 text = b"step-%d\n" % step
