@@ -279,8 +279,11 @@ def put_back(
     """
 
     def chosen(found: OwnerOf) -> bool:
+        # A file is not locked while it is set aside, so who has done it may be alive.
+        if found["kind"] != ASIDE or not os.path.isdir(os.path.join(folder, found.string)):
+            return False
         mine = named is not None and named(found["name"]) and not is_of_living(found)
-        return found["kind"] == ASIDE and (is_dead(found) or mine)
+        return is_dead(found) or mine
 
     if not any(name.endswith(f".nvmeio-{ASIDE}") for name in names):
         return False
