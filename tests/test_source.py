@@ -17,17 +17,19 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 
 # For each folder of the package, the folders that it may import and cimport.  "" stands
 # for the modules in no folder, _libnvmeio for the C library as Cython sees it.
-# _native.settings and _native.descriptor are below the rest of _native/, so that _config/,
-# _files/ and _memory/ may use them; and _publish.names is below _config/.
+# _native.settings, .descriptor, .errors and .system_calls are below the rest of _native/, so
+# that _config/, _files/, _memory/ and _publish.names, which is below _config/, may use them.
 FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
     "_events": set(),
     "_native.settings": {"_libnvmeio", "_arguments"},
     "_native.descriptor": {"_arguments"},
+    "_native.errors": {"_libnvmeio"},
+    "_native.system_calls": {"_libnvmeio", "_native.errors"},
     "_files": {"_arguments", "_events", "_native.descriptor"},
     "_memory": {"_arguments", "_events", "_native.descriptor"},
-    "_publish.names": {"_files", "_native.descriptor"},
+    "_publish.names": {"_files", "_native.descriptor", "_native.system_calls"},
     "_config": {"_arguments", "_events", "_files", "_native.settings", "_publish.names"},
     "_native": {"_libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},
     "_publish": {"_arguments", "_events", "_files", "_native"},

@@ -12,7 +12,6 @@ from nvmeio._files.descriptors import contents_of, opened
 from nvmeio._files.locks import is_locked
 from nvmeio._files.paths import exists, is_anothers, is_strangers, naming
 from nvmeio._native.descriptor import TemporaryName, is_in_use, remove_tree
-from nvmeio._native.system_calls import rename_to_new
 
 __all__ = ["ASIDE", "FILE_NAME_MAX", "KEEPS_NAME", "OwnerOf", "is_aside"]
 __all__ += [
@@ -222,7 +221,10 @@ def give_back(path: str, target: str) -> None:
         except OSError as error:
             if error.errno in (None, errno.ENOENT):
                 raise
-            # A folder, or any file where they have one name only.
+            # A folder, or any file where they have one name only.  Imported late, because
+            # ``import nvmeio`` needs it for nothing else.
+            from nvmeio._native.system_calls import rename_to_new
+
             with contextlib.suppress(FileExistsError):
                 rename_to_new(path, target)
         else:
