@@ -17,8 +17,8 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 
 # For each folder of the package, the folders that it may import and cimport.  "" stands
 # for the modules in no folder, _libnvmeio for the C library as Cython sees it.
-# _native.settings, .descriptor, .errors and .system_calls are below the rest of _native/, so
-# that _config/, _files/, _memory/ and _publish.names, which is below _config/, may use them.
+# Four files of _native/, which are listed here, are below the rest of it, so that
+# _config/, _files/, _memory/ and _publish.names, which is below _config/, may use them.
 FOLDERS = {
     "_libnvmeio": set(),
     "_arguments": set(),
