@@ -686,6 +686,52 @@ class TestARemovedLock:
                 first.save(2, state_of(666))
             assert same(second.restore(), state_of(2))
 
+    def test_one_that_is_forgotten_is_named_by_a_save_whose_files_are_gone(
+        self, tmp_path, monkeypatch
+    ):
+        """The next writer has removed them, and has ended."""
+        first, saying_space = Checkpointer(tmp_path), StepFolder.saying_space
+
+        def late(folder):
+            if os.path.exists(folder.path):
+                monkeypatch.undo()
+                fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+                with Checkpointer(tmp_path) as second:
+                    second.save(2, state_of(2))
+                shutil.rmtree(folder.path)
+            return saying_space(folder)
+
+        monkeypatch.setattr(StepFolder, "saying_space", late)
+        with first:
+            with pytest.raises(BlockingIOError, match="another has had this lock"):
+                first.save(2, state_of(666))
+            assert same(first.restore(), state_of(2))
+
+    @pytest.mark.parametrize("call", ["save", "prune"])
+    def test_one_that_is_forgotten_at_the_last_moment_changes_no_step(
+        self, tmp_path, monkeypatch, call
+    ):
+        """After it was asked, and before a step is replaced or removed."""
+        with Checkpointer(tmp_path) as old:
+            for step in (1, 2):
+                old.save(step, state_of(step))
+        first, second = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
+        module, name = {"save": (folders, "exchange"), "prune": (_roots, "set_aside")}[call]
+        function = getattr(module, name)
+
+        def late(*arguments):
+            monkeypatch.undo()
+            fcntl.flock(first._steps.root.lock.descriptor, fcntl.LOCK_UN)
+            second.save(2, state_of(3))
+            function(*arguments)
+
+        monkeypatch.setattr(module, name, late)
+        with first, second:
+            with pytest.raises(BlockingIOError, match="another writes checkpoints"):
+                first.save(2, state_of(666)) if call == "save" else first.prune()
+            assert second.steps() == [1, 2]
+            assert same(second.restore(), state_of(3))
+
     def test_one_that_is_not_granted_twice_is_held(self, tmp_path, monkeypatch):
         """As on a mount of SMB, which looks at ranges of bytes, not at whose they are."""
         flock, held = fcntl.flock, set()
