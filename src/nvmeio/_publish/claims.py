@@ -284,8 +284,9 @@ def remove_if(check: Callable[[], None], paths: Iterable[str]) -> None:
                 left.keep()
             for path, temporary, _ in names:
                 try:
-                    give_back(_where_aside(path, temporary), path)
-                    if not is_aside(os.path.basename(temporary)):
+                    where = _where_aside(path, temporary)
+                    give_back(where, path)
+                    if where != temporary:
                         with contextlib.suppress(FileNotFoundError):
                             os.rmdir(temporary)
                 except OSError as error:

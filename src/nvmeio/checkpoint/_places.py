@@ -116,8 +116,9 @@ class Place(Protocol):
     ) -> contextlib.AbstractContextManager[_Check | None]:
         """Keep others away that write what a file marks, or lose that to them.
 
-        Yield what raises OSError if it is lost; None if nothing is held.  `mode` is that of
-        the file.  `pause` is called, with seconds, as long as another has to be waited for.
+        Yield what raises OSError if it is lost; None if nothing is held.  Raises OSError
+        where no file can be made, as on a full drive.  `mode` is that of the file.  `pause`
+        is called, with seconds, as long as another has to be waited for.
         """
 
     def abandon(self, name: str) -> None:
